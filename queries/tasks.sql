@@ -1,0 +1,299 @@
+-- name: InsertTasks :many
+-- InsertTasks stores new pending tasks (T1). A row whose idempotency key is taken does
+-- not come back; the caller then asks TasksByKey in a statement of its own, because
+-- the snapshot of this one predates a concurrent winner.
+-- Empty strings and zeros stand for NULL: sqlc's arrays carry no nulls.
+INSERT INTO tasks (task_id, name, queue, payload, idempotency_key, request_hash, max_retries, timeout_ms, traceparent, run_at, published_at)
+SELECT i.task_id, i.name, i.queue, i.payload::jsonb, NULLIF(i.idempotency_key, ''), i.request_hash, i.max_retries,
+    NULLIF(i.timeout_ms, 0), NULLIF(i.traceparent, ''), i.run_at,
+    CASE WHEN @publish::bool AND i.run_at <= now() THEN now() END
+FROM (
+    SELECT r.task_id, r.name, r.queue, r.payload, r.idempotency_key, r.request_hash, r.max_retries, r.timeout_ms, r.traceparent,
+        CASE WHEN r.run_at_us > 0
+            THEN GREATEST(now(), timestamptz 'epoch' + r.run_at_us * interval '1 microsecond')
+            ELSE now() + r.delay_ms * interval '1 millisecond'
+        END AS run_at
+    FROM (
+        SELECT unnest(@task_ids::uuid[]) AS task_id,
+            unnest(@names::text[]) AS name,
+            unnest(@queues::text[]) AS queue,
+            unnest(@payloads::text[]) AS payload,
+            unnest(@idempotency_keys::text[]) AS idempotency_key,
+            unnest(@request_hashes::bytea[]) AS request_hash,
+            unnest(@max_retries::int[]) AS max_retries,
+            unnest(@timeouts_ms::bigint[]) AS timeout_ms,
+            unnest(@traceparents::text[]) AS traceparent,
+            unnest(@runs_at_us::bigint[]) AS run_at_us,
+            unnest(@delays_ms::bigint[]) AS delay_ms
+    ) r
+) i
+ON CONFLICT (idempotency_key) WHERE idempotency_key IS NOT NULL DO NOTHING
+RETURNING task_id, created_at, (published_at IS NOT NULL)::bool AS published;
+
+-- name: TasksByKey :many
+-- TasksByKey finds the tasks that hold the given idempotency keys, with what a replay
+-- needs: the current state and the fingerprint of the request that created them.
+SELECT task_id, name, status, created_at, idempotency_key, request_hash
+FROM tasks
+WHERE idempotency_key = ANY(@idempotency_keys::text[]);
+
+-- name: TasksByID :many
+-- TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost.
+SELECT task_id, created_at, (published_at IS NOT NULL)::bool AS published
+FROM tasks
+WHERE task_id = ANY(@task_ids::uuid[]);
+
+-- name: GetTask :one
+-- GetTask reads one task whole.
+SELECT * FROM tasks WHERE task_id = @task_id;
+
+-- name: ClaimTasks :many
+-- ClaimTasks takes those of the given tasks that are pending and due (T2) and raises
+-- their fence. A task that does not come back must not be run: it is taken, done, not
+-- due, or gone.
+UPDATE tasks
+SET status = 'processing',
+    attempt = attempt + 1,
+    lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond',
+    locked_by = @worker::text,
+    started_at = now(),
+    updated_at = now()
+WHERE task_id = ANY(@task_ids::uuid[])
+    AND status = 'pending'
+    AND run_at <= now()
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+
+-- name: ClaimDueTasks :many
+-- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes due tasks of the
+-- given queues straight from the table, oldest first, a page of them.
+WITH unpublished AS (
+    SELECT u.task_id FROM tasks u
+    WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now() AND u.queue = ANY(@queues::text[])
+    ORDER BY u.run_at
+    LIMIT @max_rows::int
+    FOR UPDATE SKIP LOCKED
+), published AS (
+    SELECT p.task_id FROM tasks p
+    WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.run_at <= now() AND p.queue = ANY(@queues::text[])
+    ORDER BY p.published_at
+    LIMIT @max_rows::int
+    FOR UPDATE SKIP LOCKED
+), due AS (
+    SELECT task_id FROM unpublished UNION ALL SELECT task_id FROM published LIMIT @max_rows::int
+)
+UPDATE tasks t
+SET status = 'processing',
+    attempt = t.attempt + 1,
+    lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond',
+    locked_by = @worker::text,
+    started_at = now(),
+    updated_at = now()
+FROM due
+WHERE t.task_id = due.task_id
+    AND t.status = 'pending'
+    AND t.run_at <= now()
+RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent;
+
+-- name: BeatTasks :many
+-- BeatTasks renews the leases of held attempts (T3), also of one that has expired but was
+-- not reaped. An attempt that does not come back is no longer the caller's.
+UPDATE tasks t
+SET lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond'
+FROM (SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt) h
+WHERE t.task_id = h.task_id
+    AND t.attempt = h.attempt
+    AND t.status = 'processing'
+RETURNING t.task_id, t.attempt, t.cancel_requested;
+
+-- name: CancelRequests :many
+-- CancelRequests tells which of the held tasks somebody asked to cancel.
+SELECT task_id FROM tasks
+WHERE task_id = ANY(@task_ids::uuid[])
+    AND status = 'processing'
+    AND cancel_requested;
+
+-- name: CompleteTasks :many
+-- CompleteTasks stores results under the fence (T4). An empty result is SQL NULL.
+UPDATE tasks t
+SET status = 'completed',
+    result = NULLIF(o.result, '')::jsonb,
+    error_message = NULL,
+    finished_at = now(),
+    updated_at = now(),
+    lease_until = NULL,
+    locked_by = NULL
+FROM (
+    SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt, unnest(@results::text[]) AS result
+) o
+WHERE t.task_id = o.task_id
+    AND t.attempt = o.attempt
+    AND t.status = 'processing'
+RETURNING t.task_id, t.attempt, t.status, t.retry_count;
+
+-- name: FailTasks :many
+-- FailTasks stores errors under the fence (T5): the task ends when the error is permanent
+-- or its retries are spent, is cancelled when that was asked for (T11), and else waits
+-- in the table, holding no worker, until its next attempt is due.
+UPDATE tasks t
+SET status = CASE
+        WHEN o.permanent OR t.retry_count >= t.max_retries THEN 'failed'
+        WHEN t.cancel_requested THEN 'cancelled'
+        ELSE 'pending'
+    END,
+    retry_count = CASE WHEN o.permanent OR t.retry_count >= t.max_retries OR t.cancel_requested THEN t.retry_count ELSE t.retry_count + 1 END,
+    run_at = CASE WHEN o.permanent OR t.retry_count >= t.max_retries OR t.cancel_requested THEN t.run_at ELSE now() + o.delay_ms * interval '1 millisecond' END,
+    published_at = CASE WHEN o.permanent OR t.retry_count >= t.max_retries OR t.cancel_requested THEN t.published_at END,
+    finished_at = CASE WHEN o.permanent OR t.retry_count >= t.max_retries OR t.cancel_requested THEN now() END,
+    error_message = o.error,
+    attempts = task_ledger(t.attempts, t.attempt, t.locked_by, t.started_at,
+        CASE WHEN t.cancel_requested AND NOT (o.permanent OR t.retry_count >= t.max_retries) THEN 'cancelled' ELSE 'failed' END, o.error),
+    updated_at = now(),
+    lease_until = NULL,
+    locked_by = NULL
+FROM (
+    SELECT unnest(@task_ids::uuid[]) AS task_id,
+        unnest(@attempts::int[]) AS attempt,
+        unnest(@errors::text[]) AS error,
+        unnest(@permanents::bool[]) AS permanent,
+        unnest(@delays_ms::bigint[]) AS delay_ms
+) o
+WHERE t.task_id = o.task_id
+    AND t.attempt = o.attempt
+    AND t.status = 'processing'
+RETURNING t.task_id, t.attempt, t.status, t.retry_count;
+
+-- name: ReleaseTasks :many
+-- ReleaseTasks gives attempts back unfinished under the fence (T6), budgets untouched;
+-- a task that somebody asked to cancel ends here as cancelled (T11).
+UPDATE tasks t
+SET status = CASE WHEN t.cancel_requested THEN 'cancelled' ELSE 'pending' END,
+    run_at = CASE WHEN t.cancel_requested THEN t.run_at ELSE now() END,
+    published_at = CASE WHEN t.cancel_requested THEN t.published_at END,
+    finished_at = CASE WHEN t.cancel_requested THEN now() END,
+    attempts = task_ledger(t.attempts, t.attempt, t.locked_by, t.started_at,
+        CASE WHEN t.cancel_requested THEN 'cancelled' ELSE 'interrupted' END, o.reason),
+    updated_at = now(),
+    lease_until = NULL,
+    locked_by = NULL
+FROM (
+    SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt, unnest(@reasons::text[]) AS reason
+) o
+WHERE t.task_id = o.task_id
+    AND t.attempt = o.attempt
+    AND t.status = 'processing'
+RETURNING t.task_id, t.attempt, t.status, t.retry_count;
+
+-- name: AttemptOutcomes :many
+-- AttemptOutcomes reads what became of tasks whose outcome statement changed no row.
+SELECT task_id, attempt, status, attempts FROM tasks
+WHERE task_id = ANY(@task_ids::uuid[]);
+
+-- name: ExpireTasks :many
+-- ExpireTasks takes tasks from workers whose lease has passed (T7), oldest first, one page
+-- at a time. Its guard is repeated in the UPDATE: a heartbeat or an outcome
+-- that came in between wins (riverqueue/river#1302).
+WITH dead AS (
+    SELECT d.task_id FROM tasks d
+    WHERE d.status = 'processing' AND d.lease_until < now()
+    ORDER BY d.lease_until
+    LIMIT @max_rows::int
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE tasks t
+SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= @max_lost::int THEN 'failed' ELSE 'pending' END,
+    lost_count = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.lost_count ELSE t.lost_count + 1 END,
+    run_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.run_at ELSE now() END,
+    published_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.published_at END,
+    finished_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN now() END,
+    error_message = 'worker lost during attempt ' || t.attempt,
+    attempts = task_ledger(t.attempts, t.attempt, t.locked_by, t.started_at, 'lost', 'worker lost during attempt ' || t.attempt),
+    updated_at = now(),
+    lease_until = NULL,
+    locked_by = NULL
+FROM dead
+WHERE t.task_id = dead.task_id
+    AND t.status = 'processing'
+    AND t.lease_until < now()
+RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
+
+-- name: ExpireTasksByID :many
+-- ExpireTasksByID is ExpireTasks for the tasks of reclaimed entries.
+UPDATE tasks t
+SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= @max_lost::int THEN 'failed' ELSE 'pending' END,
+    lost_count = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.lost_count ELSE t.lost_count + 1 END,
+    run_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.run_at ELSE now() END,
+    published_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.published_at END,
+    finished_at = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN now() END,
+    error_message = 'worker lost during attempt ' || t.attempt,
+    attempts = task_ledger(t.attempts, t.attempt, t.locked_by, t.started_at, 'lost', 'worker lost during attempt ' || t.attempt),
+    updated_at = now(),
+    lease_until = NULL,
+    locked_by = NULL
+WHERE t.task_id = ANY(@task_ids::uuid[])
+    AND t.status = 'processing'
+    AND t.lease_until < now()
+RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
+
+-- name: SweepUnpublished :many
+-- SweepUnpublished marks due tasks that have no stream entry as published (T8); the caller
+-- adds the entries, and undoes the mark with UnpublishTasks where that failed.
+WITH due AS (
+    SELECT d.task_id FROM tasks d
+    WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+    ORDER BY d.run_at
+    LIMIT @max_rows::int
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE tasks t
+SET published_at = now()
+FROM due
+WHERE t.task_id = due.task_id
+    AND t.status = 'pending'
+    AND t.published_at IS NULL
+RETURNING t.task_id, t.queue;
+
+-- name: OverdueQueues :many
+-- OverdueQueues names the queues that have tasks published longer ago than the given age:
+-- one index probe a queue, however many tasks wait.
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+)
+SELECT q.queue::text AS queue FROM q
+WHERE q.queue IS NOT NULL
+    AND EXISTS (
+        SELECT FROM tasks t
+        WHERE t.status = 'pending' AND t.queue = q.queue AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+    );
+
+-- name: SweepPublished :many
+-- SweepPublished picks tasks of one queue whose entry is older than the given age and so
+-- may be lost (T8).
+WITH stale AS (
+    SELECT s.task_id FROM tasks s
+    WHERE s.status = 'pending' AND s.queue = @queue AND s.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+    ORDER BY s.published_at
+    LIMIT @max_rows::int
+    FOR UPDATE SKIP LOCKED
+)
+UPDATE tasks t
+SET published_at = now()
+FROM stale
+WHERE t.task_id = stale.task_id
+    AND t.status = 'pending'
+    AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+RETURNING t.task_id, t.queue;
+
+-- name: UnpublishTasks :execrows
+-- UnpublishTasks says that pending tasks have no stream entry (T9); the dispatcher adds one.
+UPDATE tasks
+SET published_at = NULL
+WHERE task_id = ANY(@task_ids::uuid[])
+    AND status = 'pending'
+    AND published_at IS NOT NULL;
