@@ -297,3 +297,28 @@ SET published_at = NULL
 WHERE task_id = ANY(@task_ids::uuid[])
     AND status = 'pending'
     AND published_at IS NOT NULL;
+
+-- name: DeleteFinished :one
+-- DeleteFinished walks the table by its key, a page at a time, and deletes what ended
+-- longer ago than the given age, idempotency key and all. It needs no index of its own
+-- and skips rows that somebody holds. It returns the key to go on from; a short page is the last one.
+WITH page AS (
+    SELECT p.task_id, p.status, p.finished_at FROM tasks p
+    WHERE p.task_id > @after_id::uuid
+    ORDER BY p.task_id
+    LIMIT @max_rows::int
+), old AS (
+    SELECT o.task_id FROM tasks o
+    WHERE o.task_id IN (
+            SELECT task_id FROM page
+            WHERE status IN ('completed', 'failed', 'cancelled') AND finished_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+        )
+        AND o.status IN ('completed', 'failed', 'cancelled')
+        AND o.finished_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM tasks t USING old WHERE t.task_id = old.task_id RETURNING t.task_id
+)
+SELECT (SELECT count(*) FROM gone)::int AS deleted,
+    (SELECT count(*) FROM page)::int AS seen,
+    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_id;
