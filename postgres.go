@@ -1,0 +1,286 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/url"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+//go:generate go tool -modfile=tools/go.mod sqlc generate
+
+const (
+	// statementTimeout is the longest a statement of the service may run, and so also how
+	// long one whose caller gave up may still take effect.
+	statementTimeout = 5 * time.Second
+
+	// connectTimeout bounds one attempt to connect, unless connect_timeout is given.
+	connectTimeout = 5 * time.Second
+)
+
+// pools are the connections of one process to its record. They are several because
+// each kind of work has its own patience with locks, and because neither requests nor
+// a backlog may take the connections that keep leases alive.
+type pools struct {
+	api    *pgxpool.Pool // reads and single inserts of the gateway; waits for locks
+	submit *pgxpool.Pool // the group commit, which gives up a lock after 100 ms
+	work   *pgxpool.Pool // claim, sweep, unpublish
+	lease  *pgxpool.Pool // heartbeat, outcome, reaper: connections kept open
+}
+
+// openPools prepares the pools for the database that dsn names, as a URL or as
+// "host=... dbname=..."; what dsn leaves out comes from the PG* variables. It asks the
+// server nothing: an error means that dsn is malformed, and never shows the password.
+// lease is how long a claim lasts; waiting for a lock may cost a tenth of it.
+//
+// The limits travel as start-up parameters, which a dsn may set to other values.
+// PgBouncer refuses those it does not know unless ignore_startup_parameters lists them.
+func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, error) {
+	patience := min(2*time.Second, lease/10)
+	var p pools
+	for _, kind := range []struct {
+		pool        **pgxpool.Pool
+		conns       int32
+		keep        int32
+		lockTimeout time.Duration
+		byIndex     bool
+	}{
+		{pool: &p.api, conns: 8},
+		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond},
+		{pool: &p.work, conns: 4, lockTimeout: patience, byIndex: true},
+		{pool: &p.lease, conns: 3, keep: 3, lockTimeout: patience, byIndex: true},
+	} {
+		c, sized, err := poolConfig(dsn)
+		if err != nil {
+			p.close()
+			return nil, err
+		}
+		if !sized || kind.pool != &p.api {
+			c.MaxConns = kind.conns
+		}
+		c.MinConns = kind.keep
+		params := c.ConnConfig.RuntimeParams
+		if kind.lockTimeout > 0 {
+			setDefault(params, "lock_timeout", milliseconds(kind.lockTimeout))
+		}
+		if kind.byIndex {
+			// While the statistics of a young table lag behind, the planner would join a
+			// batch of ids to it by reading the whole table.
+			setDefault(params, "enable_seqscan", "off")
+		}
+		*kind.pool, err = pgxpool.NewWithConfig(ctx, c)
+		if err != nil {
+			p.close()
+			return nil, fmt.Errorf("open pool: %w", err)
+		}
+	}
+	return &p, nil
+}
+
+// close waits until every connection is given back, then closes them all.
+func (p *pools) close() {
+	for _, pool := range []*pgxpool.Pool{p.api, p.submit, p.work, p.lease} {
+		if pool != nil {
+			pool.Close()
+		}
+	}
+}
+
+// poolConfig reads dsn and reports whether it sizes the pool (pool_max_conns).
+func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
+	if strings.HasPrefix(dsn, "postgres://") || strings.HasPrefix(dsn, "postgresql://") {
+		// The text of a URL error quotes the URL, and a bare # in a password makes what
+		// stands before it the name of the host.
+		if u, err := url.Parse(dsn); err != nil || u.Fragment != "" {
+			return nil, false, errors.New("parse database URL: special characters in user and password must be percent-encoded")
+		}
+	}
+	one, err := pgx.ParseConfig(dsn)
+	if err != nil {
+		return nil, false, dsnError(err)
+	}
+	_, sized = one.RuntimeParams["pool_max_conns"]
+	c, err = pgxpool.ParseConfig(dsn)
+	if err != nil {
+		return nil, false, dsnError(err)
+	}
+	if c.ConnConfig.ConnectTimeout == 0 {
+		// Several hosts share the time, so that a dead first one does not use it up.
+		hosts := map[string]bool{one.Host: true}
+		for _, f := range one.Fallbacks {
+			hosts[f.Host] = true
+		}
+		c.ConnConfig.ConnectTimeout = max(connectTimeout/time.Duration(len(hosts)), time.Second)
+	}
+	if c.PingTimeout == 0 {
+		// An idle connection that a firewall forgot costs its next user one second, not the
+		// whole of the deadline.
+		c.PingTimeout = time.Second
+	}
+	params := c.ConnConfig.RuntimeParams
+	setDefault(params, "application_name", "nexusflow")
+	setDefault(params, "timezone", "UTC")
+	setDefault(params, "statement_timeout", milliseconds(statementTimeout))
+	setDefault(params, "idle_in_transaction_session_timeout", milliseconds(statementTimeout))
+	c.AfterConnect = registerTypes
+	closeFatal := c.ConnConfig.OnPgError
+	c.ConnConfig.OnPgError = func(conn *pgconn.PgConn, e *pgconn.PgError) bool {
+		// Two errors tell that the connection is of no more use: the server is read-only,
+		// since a failover perhaps, or a prepared statement is stale. The pool makes a new
+		// one, which finds the new primary.
+		return closeFatal(conn, e) && e.Code != readOnly && e.Code != stalePlan
+	}
+	return c, sized, nil
+}
+
+// dsnError keeps the reason of a parse error and drops the connection string it
+// quotes: masking a password in malformed text can only be guesswork.
+func dsnError(err error) error {
+	text := err.Error()
+	return errors.New("parse database DSN: " + text[strings.LastIndex(text, "`: ")+3:])
+}
+
+func setDefault(params map[string]string, name, value string) {
+	if _, given := params[name]; !given {
+		params[name] = value
+	}
+}
+
+func milliseconds(d time.Duration) string {
+	return strconv.FormatInt(d.Milliseconds(), 10)
+}
+
+// registerTypes teaches a connection what the arguments of our statements are, for
+// the modes that do not ask the server (default_query_exec_mode=exec and
+// simple_protocol, for poolers), and to return times in UTC whatever TZ says.
+func registerTypes(_ context.Context, conn *pgx.Conn) error {
+	m := conn.TypeMap()
+	m.RegisterDefaultPgType(uuid.UUID{}, "uuid")
+	m.RegisterDefaultPgType([]uuid.UUID{}, "_uuid")
+	m.RegisterType(&pgtype.Type{
+		Name:  "timestamptz",
+		OID:   pgtype.TimestamptzOID,
+		Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
+	})
+	return nil
+}
+
+// waitForPostgres returns when the database answers. It tries attempts times, delay
+// apart, and logs each refusal with its number: a server that is still starting, a
+// wrong password and an unknown database alike, since all of them may be put right
+// meanwhile. The end of ctx ends the wait with its cause.
+func waitForPostgres(ctx context.Context, log *slog.Logger, dsn string, attempts int, delay time.Duration) error {
+	c, _, err := poolConfig(dsn)
+	if err != nil {
+		return err
+	}
+	for n := 1; ; n++ {
+		err := ping(ctx, c.ConnConfig)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		log.Warn("postgres not reachable", "attempt", n, "max_attempts", attempts, "err", err)
+		if n >= attempts {
+			return fmt.Errorf("connect to postgres: gave up after %d attempts: %w", attempts, err)
+		}
+		if !sleep(ctx, delay) {
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// ping makes one connection and one round trip, in connectTimeout at most.
+func ping(ctx context.Context, c *pgx.ConnConfig) error {
+	ctx, cancel := context.WithTimeout(ctx, max(connectTimeout, c.ConnectTimeout))
+	defer cancel()
+	conn, err := pgx.ConnectConfig(ctx, c)
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	return conn.Ping(ctx)
+}
+
+// The SQLSTATEs that are told apart by name.
+const (
+	readOnly  = "25006"
+	stalePlan = "0A000"
+)
+
+// sqlState returns the SQLSTATE of an error that PostgreSQL reported, else "".
+func sqlState(err error) string {
+	if e, ok := errors.AsType[*pgconn.PgError](err); ok {
+		return e.Code
+	}
+	return ""
+}
+
+// badData reports whether a statement was refused for its values (classes 22 data, 23
+// constraint, 54 limit): repeated with the same values it fails for ever.
+func badData(err error) bool {
+	switch class(sqlState(err)) {
+	case "22", "23", "54":
+		return true
+	}
+	return false
+}
+
+// storeAway reports whether PostgreSQL cannot serve now and the same statement may
+// succeed later. Whether it took effect is unknown when the connection broke. An end of
+// the caller's own context is no fault of the store, unless it is a deadline.
+func storeAway(err error) bool {
+	if err == nil || errors.Is(err, context.Canceled) {
+		return false
+	}
+	switch state := sqlState(err); state {
+	case "":
+	case readOnly, stalePlan,
+		"25P03",          // idle in transaction too long: the process was stopped
+		"3D000",          // database missing, as while it is restored
+		"40001", "40P01", // serialization, deadlock
+		"55P03": // lock_timeout
+		return true
+	default:
+		switch class(state) {
+		case "08", // connection
+			"28", // password
+			"53", // disk, memory, connections used up
+			"57", // shut down, starting up, statement_timeout
+			"58": // I/O
+			return true
+		}
+		return false
+	}
+	if _, ok := errors.AsType[net.Error](err); ok {
+		return true
+	}
+	if _, ok := errors.AsType[*pgconn.ConnectError](err); ok {
+		return true
+	}
+	for _, target := range []error{context.DeadlineExceeded, io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, pgconn.ErrConnClosed} {
+		if errors.Is(err, target) {
+			return true
+		}
+	}
+	return pgconn.SafeToRetry(err) || pgconn.Timeout(err)
+}
+
+// class returns the first two characters of a SQLSTATE.
+func class(state string) string {
+	return state[:min(2, len(state))]
+}
