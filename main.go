@@ -33,7 +33,7 @@ type usageError struct{ error }
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // the second signal ends the process at once
-	err := command(ctx, os.Args[1:])
+	err := invoke(ctx, os.Args[1:])
 	if err == nil {
 		return
 	}
@@ -44,8 +44,8 @@ func main() {
 	os.Exit(exitFailure)
 }
 
-// command does what the arguments say; without any it serves.
-func command(ctx context.Context, args []string) error {
+// invoke does what the arguments say; without any it serves.
+func invoke(ctx context.Context, args []string) error {
 	if len(args) == 0 {
 		return run(ctx, os.Getenv, os.Environ(), os.Stdout, func(string) {})
 	}
@@ -259,7 +259,7 @@ func isTerminal(w io.Writer) bool {
 // container without curl runs as its health check.
 func healthcheck(ctx context.Context, addr string) error {
 	if addr == "" {
-		addr = defaultHTTPAddr
+		addr = "127.0.0.1:8000"
 	}
 	_, port, err := net.SplitHostPort(addr)
 	if err != nil {
