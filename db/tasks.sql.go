@@ -51,6 +51,39 @@ func (q *Queries) AttemptOutcomes(ctx context.Context, taskIds []uuid.UUID) ([]A
 	return items, nil
 }
 
+const backlogAge = `-- name: BacklogAge :one
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), oldest AS (
+    SELECT (SELECT p.run_at FROM tasks p
+            WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
+            ORDER BY p.published_at LIMIT 1) AS run_at
+    FROM q WHERE q.queue IS NOT NULL
+    UNION ALL
+    (SELECT u.run_at FROM tasks u
+     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
+     ORDER BY u.run_at LIMIT 1)
+)
+SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest
+`
+
+// BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
+// none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
+// without an entry.
+func (q *Queries) BacklogAge(ctx context.Context) (int64, error) {
+	row := q.db.QueryRow(ctx, backlogAge)
+	var age_ms int64
+	err := row.Scan(&age_ms)
+	return age_ms, err
+}
+
 const beatTasks = `-- name: BeatTasks :many
 UPDATE tasks t
 SET lease_until = now() + ($1::bigint) * interval '1 millisecond'

@@ -322,3 +322,28 @@ WITH page AS (
 SELECT (SELECT count(*) FROM gone)::int AS deleted,
     (SELECT count(*) FROM page)::int AS seen,
     COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_id;
+
+-- name: BacklogAge :one
+-- BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
+-- none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
+-- without an entry.
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), oldest AS (
+    SELECT (SELECT p.run_at FROM tasks p
+            WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
+            ORDER BY p.published_at LIMIT 1) AS run_at
+    FROM q WHERE q.queue IS NOT NULL
+    UNION ALL
+    (SELECT u.run_at FROM tasks u
+     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
+     ORDER BY u.run_at LIMIT 1)
+)
+SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest;
