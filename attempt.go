@@ -19,9 +19,8 @@ import (
 const (
 	// abandonAfter is how long a handler may go on after its context ended before its
 	// outcome is recorded without it. A command needs five seconds of it (handlers.md).
-	abandonAfter  = 10 * time.Second
-	maxRetryAfter = 24 * time.Hour
-	stackLines    = 20
+	abandonAfter = 10 * time.Second
+	stackLines   = 20
 )
 
 // An attempt is one run of one task by this process.

@@ -83,6 +83,7 @@ func openStream(log *slog.Logger, cfg config, redisURL string) (*stream, error) 
 // repeats none: a repeated XADD is a second entry, a repeated XREADGROUP hides
 // the entries of the first reply (both measured).
 func newRedisClient(redisURL string, readTimeout time.Duration) (redis.UniversalClient, error) {
+	quietRedis()
 	u, err := url.Parse(redisURL)
 	if err != nil {
 		return nil, errors.New("parse REDIS_URL: not a URL; percent-encode special characters in the password")
@@ -114,6 +115,14 @@ func newRedisClient(redisURL string, readTimeout time.Duration) (redis.Universal
 		return redis.NewClient(o), nil
 	}
 }
+
+// quietRedis keeps the library from writing to stderr: each failed dial would be a
+// line beside our log, many a second while Redis is away. The errors reach us anyway.
+var quietRedis = sync.OnceFunc(func() { redis.SetLogger(noLog{}) })
+
+type noLog struct{}
+
+func (noLog) Printf(context.Context, string, ...any) {}
 
 // withoutPassword is err's text with the URL's password struck out.
 func withoutPassword(err error, u *url.URL) string {
