@@ -269,10 +269,13 @@ func oneEdit(a, b string) bool {
 }
 
 // secretSettings names the variables that hold secrets: the environment of a
-// command that a task runs goes without them. PGPASSWORD is among them because
-// it counts when PGHOST names the database.
+// command that a task runs goes without them. Beside the settings these are
+// what pgx and goose read, and what the original's deployments still set.
 func secretSettings() []string {
-	names := []string{"PGPASSWORD"}
+	names := []string{
+		"PGPASSWORD", "PGPASSFILE", "PGSERVICE", "PGSERVICEFILE", "PGSSLKEY", "PGSSLPASSWORD", "GOOSE_DBSTRING",
+		"POSTGRES_PASSWORD", "REDIS_PASSWORD",
+	}
 	for _, s := range new(config).settings() {
 		if s.secret {
 			names = append(names, s.name)
