@@ -12,13 +12,14 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // TestCommandDiesWithTheServer kills a server that runs a command.
 func TestCommandDiesWithTheServer(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "pid")
-	server := helper(t, "run", file)
+	server := execHelper(t, "run", file)
 	if err := server.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -42,9 +43,9 @@ func TestCommandOutlivesThreads(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
 	var threads, commands sync.WaitGroup
-	for range 4 {
+	for range 2 {
 		threads.Go(func() {
-			for ctx.Err() == nil {
+			for sleep(ctx, time.Millisecond) {
 				done := make(chan struct{})
 				go func() {
 					defer close(done)
@@ -54,10 +55,10 @@ func TestCommandOutlivesThreads(t *testing.T) {
 			}
 		})
 	}
-	for range 16 {
+	for range 8 {
 		commands.Go(func() {
 			for range 3 {
-				if _, err := sh(`sleep 0.2`).run(t.Context(), testTask(`{}`)); err != nil {
+				if _, err := sh(`sleep 0.2`).run(t.Context(), handlerTask(`{}`)); err != nil {
 					t.Errorf("run = %v, want success", err)
 				}
 			}
@@ -72,7 +73,7 @@ func TestCommandOutlivesThreads(t *testing.T) {
 // of a container does, and wants none of them left as a zombie.
 func TestCommandAsProcessOne(t *testing.T) {
 	t.Parallel()
-	out, err := helper(t, "adopt", "").CombinedOutput()
+	out, err := execHelper(t, "adopt", "").CombinedOutput()
 	if err != nil {
 		t.Errorf("helper: %v\n%s", err, out)
 	}
@@ -80,7 +81,7 @@ func TestCommandAsProcessOne(t *testing.T) {
 
 const helperEnv = "NEXUSFLOW_EXEC_HELPER"
 
-func helper(t *testing.T, mode, file string) *exec.Cmd {
+func execHelper(t *testing.T, mode, file string) *exec.Cmd {
 	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
@@ -95,7 +96,7 @@ func helper(t *testing.T, mode, file string) *exec.Cmd {
 func runExecHelper(mode string) error {
 	switch mode {
 	case "run":
-		_, err := sh(`echo $$ >"$1"; exec sleep 60`, os.Getenv(helperEnv+"_FILE")).run(context.Background(), testTask(`{}`))
+		_, err := sh(`echo $$ >"$1"; exec sleep 60`, os.Getenv(helperEnv+"_FILE")).run(context.Background(), handlerTask(`{}`))
 		return err
 	case "adopt":
 		const setChildSubreaper = 36 // PR_SET_CHILD_SUBREAPER
@@ -103,7 +104,7 @@ func runExecHelper(mode string) error {
 			return errno
 		}
 		script := `sh -c 'sleep 60 & sleep 60 & wait' & sleep 60 & sleep 0.1; echo 1`
-		if _, err := sh(script).run(context.Background(), testTask(`{}`)); err != nil {
+		if _, err := sh(script).run(context.Background(), handlerTask(`{}`)); err != nil {
 			return err
 		}
 		if pid, err := syscall.Wait4(-1, nil, syscall.WNOHANG, nil); err != syscall.ECHILD {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -26,7 +28,7 @@ func sh(script string, args ...string) *command {
 	return newCommand(append([]string{"sh", "-c", script, "sh"}, args...))
 }
 
-func testTask(payload string) task {
+func handlerTask(payload string) task {
 	return task{
 		ID:      uuid.MustParse("01890a5d-ac96-774b-bcce-b302099a8057"),
 		Name:    "test",
@@ -68,12 +70,33 @@ func pidIn(t *testing.T, file string) int {
 	return pid
 }
 
-// groupGone fails the test when a process of the group that pid led is left.
+// groupGone fails the test when a process of the group that pid led is left. One that has
+// only not been reaped yet by the system's first process does not count.
 func groupGone(t *testing.T, pid int) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("end of process group %d", pid), func() bool {
-		return errors.Is(syscall.Kill(-pid, 0), syscall.ESRCH)
+		if err := syscall.Kill(-pid, 0); runtime.GOOS != "linux" || err != nil {
+			return errors.Is(err, syscall.ESRCH)
+		}
+		group := strconv.Itoa(pid)
+		return !slices.ContainsFunc(processes(), func(p procStat) bool { return p.group == group && p.state != "Z" })
 	})
+}
+
+// A procStat is a line of the system's list.
+type procStat struct{ state, parent, group string }
+
+// processes lists the system's processes; it finds none where there is no /proc.
+func processes() (list []procStat) {
+	files, _ := filepath.Glob("/proc/[0-9]*/stat")
+	for _, file := range files {
+		data, _ := os.ReadFile(file) // a process may end meanwhile
+		_, rest, _ := strings.Cut(string(data), ") ")
+		if f := strings.Fields(rest); len(f) > 2 {
+			list = append(list, procStat{f[0], f[1], f[2]})
+		}
+	}
+	return list
 }
 
 func TestCommandOutcomes(t *testing.T) {
@@ -99,8 +122,8 @@ func TestCommandOutcomes(t *testing.T) {
 			payload: `{"id": 12345678901234567890, "x": 0.10, "y": 9007199254740993}`,
 			want:    `{"id":12345678901234567890,"x":0.10,"y":9007199254740993}`},
 		{name: "stdin ends", script: `cat >/dev/null; echo '"eof"'`, payload: `{}`, want: `"eof"`},
-		{name: "stdin never read", script: `echo 1`, payload: big(1 << 20), want: `1`},
-		{name: "stdin closed", script: `exec <&-; sleep 0.1; echo 1`, payload: big(1 << 20), want: `1`},
+		{name: "stdin never read", script: `echo 1`, payload: bigPayload(1 << 20), want: `1`},
+		{name: "stdin closed", script: `exec <&-; sleep 0.1; echo 1`, payload: bigPayload(1 << 20), want: `1`},
 		{name: "stderr of a success is dropped", script: `echo note >&2; echo 1`, want: `1`},
 		{name: "stderr is the message", script: `echo out; echo "no such user" >&2; exit 1`, wantErr: "no such user"},
 		{name: "no stderr", script: `exit 3`, wantErr: "exit status 3"},
@@ -121,7 +144,7 @@ func TestCommandOutcomes(t *testing.T) {
 			t.Parallel()
 			file := filepath.Join(t.TempDir(), "pid")
 			c := sh(`echo $$ >"$1"; `+tt.script, file)
-			result, err := c.run(t.Context(), testTask(tt.payload))
+			result, err := c.run(t.Context(), handlerTask(tt.payload))
 			groupGone(t, pidIn(t, file))
 			if tt.wantErr == "" {
 				if err != nil {
@@ -142,12 +165,12 @@ func TestCommandOutcomes(t *testing.T) {
 	}
 }
 
-// big returns a JSON object of at least n bytes.
-func big(n int) string { return `{"x":"` + strings.Repeat("x", n) + `"}` }
+// bigPayload returns a JSON object of at least n bytes.
+func bigPayload(n int) string { return `{"x":"` + strings.Repeat("x", n) + `"}` }
 
 func TestCommandOutputOfExactlyTheLimit(t *testing.T) {
 	t.Parallel()
-	result, err := sh(`head -c 1048576 /dev/zero | tr '\0' 1`).run(t.Context(), testTask(`{}`))
+	result, err := sh(`head -c 1048576 /dev/zero | tr '\0' 1`).run(t.Context(), handlerTask(`{}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -161,7 +184,7 @@ func TestCommandKeepsTheEndOfStderr(t *testing.T) {
 	script := `head -c 50000000 /dev/zero | tr '\0' x >&2; printf '\303\251 the end\n' >&2; exit 1`
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
-	_, err := sh(script).run(t.Context(), testTask(`{}`))
+	_, err := sh(script).run(t.Context(), handlerTask(`{}`))
 	runtime.ReadMemStats(&after)
 	text := err.Error()
 	if !strings.HasSuffix(text, "xé the end") || len(text) < maxErrorBytes-10 || len(text) > maxErrorBytes {
@@ -172,7 +195,7 @@ func TestCommandKeepsTheEndOfStderr(t *testing.T) {
 	}
 
 	// A cut in the middle of a character leaves no half of it.
-	_, err = sh(`i=0; while [ $i -lt 3001 ]; do printf '\342\202\254' >&2; i=$((i+1)); done; exit 1`).run(t.Context(), testTask(`{}`))
+	_, err = sh(`i=0; while [ $i -lt 3001 ]; do printf '\342\202\254' >&2; i=$((i+1)); done; exit 1`).run(t.Context(), handlerTask(`{}`))
 	if text := err.Error(); !utf8.ValidString(text) || strings.Trim(text, "€") != "" {
 		t.Errorf("message holds more than whole characters: %q", text)
 	}
@@ -180,7 +203,7 @@ func TestCommandKeepsTheEndOfStderr(t *testing.T) {
 
 func TestCommandArgumentsMeetNoShell(t *testing.T) {
 	t.Parallel()
-	result, err := newCommand([]string{"printf", "%s", `"$(id); a  b|*"`}).run(t.Context(), testTask(`{}`))
+	result, err := newCommand([]string{"printf", "%s", `"$(id); a  b|*"`}).run(t.Context(), handlerTask(`{}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -191,7 +214,7 @@ func TestCommandArgumentsMeetNoShell(t *testing.T) {
 
 func TestCommandThatCannotStart(t *testing.T) {
 	t.Parallel()
-	_, err := newCommand([]string{"./no-such-program"}).run(t.Context(), testTask(`{}`))
+	_, err := newCommand([]string{"./no-such-program"}).run(t.Context(), handlerTask(`{}`))
 	if err == nil || !strings.Contains(err.Error(), "no-such-program") || isPermanent(err) {
 		t.Errorf("err = %v, want one that names the program and is not permanent", err)
 	}
@@ -204,7 +227,7 @@ func TestCommandEnvironment(t *testing.T) {
 	t.Setenv("TASK_TIMEOUT", "inherited")
 	t.Setenv("TASK_ID", "inherited")
 	t.Setenv("STREAM_NAME", "not secret")
-	task := testTask(`{}`)
+	task := handlerTask(`{}`)
 	task.Name = "odd name\u00e9"
 	task.Attempt = 2
 	task.IdempotencyKey = "k=1"
@@ -246,22 +269,22 @@ func TestCommandInterrupted(t *testing.T) {
 	tests := []struct {
 		name, script string
 		cause        error
-		min, max     time.Duration // from the end of the context to the return
+		min, max     time.Duration // from the end of the context to the return; max 0: before the first SIGKILL
 		wantFile     bool          // whether the script came to write its second file
 	}{
-		{name: "time-out", script: `sleep 60`, cause: timeout, max: 2 * time.Second},
-		{name: "cancelled, children too", script: `sleep 60 | sleep 60 | sleep 60`, cause: errCancelRequested, max: 2 * time.Second},
+		{name: "time-out", script: `sleep 60`, cause: timeout},
+		{name: "cancelled, children too", script: `sleep 60 | sleep 60 | sleep 60`, cause: errCancelRequested},
 		{name: "tidies up and succeeds", script: `trap 'sleep 0.2; echo >"$2"; exit 0' TERM; sleep 60 & wait`,
-			cause: errCancelRequested, max: 3 * time.Second, wantFile: true},
+			cause: errCancelRequested, wantFile: true},
 		{name: "child of a killed shell tidies up",
 			script: `sh -c 'trap "sleep 0.3; echo >\"\$1\"; exit" TERM; echo >"$1.ready"; while :; do sleep 0.05; done' sh "$2"; :`,
-			cause:  errCancelRequested, max: 3 * time.Second, wantFile: true},
-		{name: "stopped by a signal", script: `kill -STOP $$`, cause: errShutdown, min: urgentGrace, max: urgentGrace + 2*time.Second},
-		{name: "TERM ignored at shutdown", script: stubborn, cause: errShutdown, min: urgentGrace, max: urgentGrace + 2*time.Second},
-		{name: "TERM ignored, lease lost", script: stubborn, cause: errLeaseLost, min: urgentGrace, max: urgentGrace + 2*time.Second},
-		{name: "TERM ignored at time-out", script: stubborn, cause: timeout, min: termGrace, max: termGrace + 2*time.Second},
+			cause:  errCancelRequested, wantFile: true},
+		{name: "stopped by a signal", script: `kill -STOP $$`, cause: errShutdown, min: urgentGrace, max: termGrace},
+		{name: "TERM ignored at shutdown", script: stubborn, cause: errShutdown, min: urgentGrace, max: termGrace},
+		{name: "TERM ignored, lease lost", script: stubborn, cause: errLeaseLost, min: urgentGrace, max: termGrace},
+		{name: "TERM ignored at time-out", script: stubborn, cause: timeout, min: termGrace, max: time.Minute},
 		{name: "streams closed, TERM ignored", script: `exec <&- >&- 2>&-; ` + stubborn, cause: errShutdown,
-			min: urgentGrace, max: urgentGrace + 2*time.Second},
+			min: urgentGrace, max: termGrace},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
@@ -272,7 +295,7 @@ func TestCommandInterrupted(t *testing.T) {
 			defer cancel(nil)
 			done := make(chan error, 1)
 			go func() {
-				_, err := sh(`echo $$ >"$1"; `+tt.script, pidFile, file).run(ctx, testTask(`{}`))
+				_, err := sh(`echo $$ >"$1"; `+tt.script, pidFile, file).run(ctx, handlerTask(`{}`))
 				done <- err
 			}()
 			pid := pidIn(t, pidFile)
@@ -288,8 +311,8 @@ func TestCommandInterrupted(t *testing.T) {
 			if err != tt.cause {
 				t.Errorf("err = %v, want the cause %v itself", err, tt.cause)
 			}
-			if took < tt.min || took > tt.max {
-				t.Errorf("ended after %v, want %v to %v", took, tt.min, tt.max)
+			if took < tt.min || took > cmp.Or(tt.max, termGrace) {
+				t.Errorf("ended after %v, want %v to %v", took, tt.min, cmp.Or(tt.max, termGrace))
 			}
 			groupGone(t, pid)
 			if _, err := os.Stat(file); (err == nil) != tt.wantFile {
@@ -299,16 +322,21 @@ func TestCommandInterrupted(t *testing.T) {
 	}
 }
 
-// quietShell reports whether the shell pid has begun its last command: it has a child,
-// or is stopped.
+// quietShell reports whether the shell pid waits for a sleep or is stopped. Before that a
+// signal may meet a process between fork and exec, which loses it.
 func quietShell(pid int) bool {
 	if runtime.GOOS != "linux" {
 		return sleep(context.Background(), 300*time.Millisecond)
 	}
 	children, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
 	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // sh execs its very last command
-	return len(children) > 0 || bytes.Contains(stat, []byte(") T ")) || string(name) == "sleep\n"
+	names := []string{strconv.Itoa(pid)} // sh execs its very last command
+	for _, p := range append(names, strings.Fields(string(children))...) {
+		if name, _ := os.ReadFile("/proc/" + p + "/comm"); string(name) == "sleep\n" {
+			return true
+		}
+	}
+	return bytes.Contains(stat, []byte(") T "))
 }
 
 func TestCommandWithEndedContextDoesNotStart(t *testing.T) {
@@ -316,7 +344,7 @@ func TestCommandWithEndedContextDoesNotStart(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "started")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	cancel(errShutdown)
-	if _, err := sh(`echo >"$1"`, file).run(ctx, testTask(`{}`)); err != errShutdown {
+	if _, err := sh(`echo >"$1"`, file).run(ctx, handlerTask(`{}`)); err != errShutdown {
 		t.Errorf("err = %v, want %v", err, errShutdown)
 	}
 	if _, err := os.Stat(file); err == nil {
@@ -329,11 +357,11 @@ func TestCommandGrandchildren(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "pid")
 	start := time.Now()
-	result, err := sh(`echo $$ >"$1"; sleep 60 & sleep 60 & echo '{"ok":1}'`, file).run(t.Context(), testTask(`{}`))
+	result, err := sh(`echo $$ >"$1"; sleep 60 & sleep 60 & echo '{"ok":1}'`, file).run(t.Context(), handlerTask(`{}`))
 	if err != nil || resultJSON(t, result) != `{"ok":1}` {
 		t.Errorf("run = %v, %v, want the result", result, err)
 	}
-	if took := time.Since(start); took > pipeGrace {
+	if took := time.Since(start); took > 10*time.Second {
 		t.Errorf("held for %v", took)
 	}
 	groupGone(t, pidIn(t, file))
@@ -344,12 +372,12 @@ func TestCommandGrandchildren(t *testing.T) {
 	start = time.Now()
 	script := `setsid sh -c 'echo $$ >"$1"; exec sleep 60' sh "$1" & while ! [ -s "$1" ]; do sleep 0.01; done; echo '{"ok":2}'`
 	escaped := filepath.Join(t.TempDir(), "pid")
-	result, err = sh(script, escaped).run(t.Context(), testTask(big(1<<20)))
+	result, err = sh(script, escaped).run(t.Context(), handlerTask(bigPayload(1<<20)))
 	syscall.Kill(pidIn(t, escaped), syscall.SIGKILL)
 	if err != nil || resultJSON(t, result) != `{"ok":2}` {
 		t.Errorf("run = %v, %v, want the result", result, err)
 	}
-	if took := time.Since(start); took > pipeGrace+2*time.Second {
+	if took := time.Since(start); took > 10*time.Second {
 		t.Errorf("held for %v", took)
 	}
 }
@@ -363,7 +391,7 @@ func TestCommandLeaksNothing(t *testing.T) {
 		if i%5 == 3 {
 			time.AfterFunc(20*time.Millisecond, func() { cancel(errCancelRequested) })
 		}
-		_, err := sh(script).run(ctx, testTask(`{"a":1}`))
+		_, err := sh(script).run(ctx, handlerTask(`{"a":1}`))
 		if wantErr := i%5 == 1 || i%5 == 3 || i%5 == 4; (err != nil) != wantErr {
 			t.Errorf("%s: err = %v", script, err)
 		}
@@ -385,9 +413,10 @@ func TestCommandLeaksNothing(t *testing.T) {
 	if n := openFiles(t); n > files {
 		t.Errorf("%d files are open, before there were %d", n, files)
 	}
-	if z := zombies(t, os.Getpid()); len(z) > 0 {
-		t.Errorf("zombies: %v", z)
-	}
+	self := strconv.Itoa(os.Getpid())
+	eventually(t, "no zombies", func() bool {
+		return !slices.ContainsFunc(processes(), func(p procStat) bool { return p.parent == self && p.state == "Z" })
+	})
 }
 
 func openFiles(t *testing.T) int {
@@ -397,19 +426,4 @@ func openFiles(t *testing.T) int {
 		t.Fatal(err)
 	}
 	return len(entries)
-}
-
-// zombies returns the dead children of parent that nobody has waited for. It finds none
-// where there is no /proc.
-func zombies(t *testing.T, parent int) (list []string) {
-	t.Helper()
-	files, _ := filepath.Glob("/proc/[0-9]*/stat")
-	for _, file := range files {
-		data, _ := os.ReadFile(file) // a process may end meanwhile
-		_, rest, _ := strings.Cut(string(data), ") ")
-		if f := strings.Fields(rest); len(f) > 1 && f[0] == "Z" && f[1] == strconv.Itoa(parent) {
-			list = append(list, string(data))
-		}
-	}
-	return list
 }
