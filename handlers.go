@@ -57,7 +57,9 @@ func demo(ctx context.Context, t task) (any, error) {
 }
 
 // errSimulated is how the demonstration set fails.
-var errSimulated = errors.New("Simulated failure for testing") //lint:ignore ST1005 clients know this very text
+//
+//lint:ignore ST1005 these are the words of the original
+var errSimulated = errors.New("Simulated failure for testing")
 
 // fail stands for work that never succeeds.
 func fail(context.Context, task) (any, error) { return nil, errSimulated }

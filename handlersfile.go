@@ -89,34 +89,19 @@ func (r *fileReader) entry(name string, value json.RawMessage, queues map[string
 	kinds := 0
 	for _, f := range fields {
 		if seen[f.key] {
-			bad("%s: the key is there twice", f.key)
+			bad("%q: the key is there twice", f.key)
 			continue
 		}
 		seen[f.key] = true
-		switch f.key {
-		case "exec", "url", "go":
+		if f.key == "exec" || f.key == "url" || f.key == "go" {
 			kinds++
-			h.kind = f.key
-			h.run, err = r.kind(f.key, f.value)
-		case "timeout":
-			h.timeout, err = durationValue(f.value, r.cfg.MaxTaskTimeout)
-		case "max_retries":
-			h.maxRetries, err = retriesValue(f.value)
-		case "backoff_base":
-			h.backoff.base, err = durationValue(f.value, maxBackoff)
-		case "backoff_max":
-			h.backoff.max, err = durationValue(f.value, maxBackoff)
-		case "queue":
-			h.queue, err = queueValue(f.value)
-			if err == nil {
-				queues[h.queue] = true
-			}
-		default:
-			err = errors.New("unknown key; the keys are exec, url, go, timeout, max_retries, queue, backoff_base and backoff_max")
 		}
-		if err != nil {
+		if err := r.field(&h, f.key, f.value); err != nil {
 			bad("%q: %w", f.key, err)
 		}
+	}
+	if seen["queue"] {
+		queues[h.queue] = true
 	}
 	if kinds != 1 {
 		bad("want exactly one of exec, url and go, not %d of them", kinds)
@@ -124,6 +109,28 @@ func (r *fileReader) entry(name string, value json.RawMessage, queues map[string
 	if (seen["backoff_base"] || seen["backoff_max"]) && h.backoff.base > h.backoff.max && h.backoff.max > 0 {
 		bad("backoff_base %v is above backoff_max %v", h.backoff.base, h.backoff.max)
 	}
+}
+
+// field sets what one key of an entry says about h.
+func (r *fileReader) field(h *handler, key string, value json.RawMessage) (err error) {
+	switch key {
+	case "exec", "url", "go":
+		h.kind = key
+		h.run, err = r.kind(key, value)
+	case "timeout":
+		h.timeout, err = durationValue(value, r.cfg.MaxTaskTimeout)
+	case "max_retries":
+		h.maxRetries, err = retriesValue(value)
+	case "backoff_base":
+		h.backoff.base, err = durationValue(value, maxBackoff)
+	case "backoff_max":
+		h.backoff.max, err = durationValue(value, maxBackoff)
+	case "queue":
+		h.queue, err = queueValue(value)
+	default:
+		err = errors.New("unknown key; the keys are exec, url, go, timeout, max_retries, queue, backoff_base and backoff_max")
+	}
+	return err
 }
 
 // kind makes the function of an entry from the value of its exec, url or go key.
