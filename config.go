@@ -129,7 +129,7 @@ func (c *config) resolve(getenv func(string) string, tty bool) []error {
 			"REDIS_URL", "redis://user:password@host:6379/0")...)
 	}
 	if external && getenv("DATABASE_URL") == "" {
-		if err := checkPostgres(""); err != nil {
+		if err := checkDatabaseURL(""); err != nil {
 			problems = append(problems, fmt.Errorf("PGHOST and the other PG* variables: %w", err))
 		}
 	}

@@ -27,7 +27,7 @@ var errEscape = errors.New("not a valid URL: percent-encode the special characte
 
 func postgres(p *string) func(string) error {
 	return func(value string) error {
-		if err := checkPostgres(value); err != nil {
+		if err := checkDatabaseURL(value); err != nil {
 			return err
 		}
 		*p = value
@@ -35,10 +35,10 @@ func postgres(p *string) func(string) error {
 	}
 }
 
-// checkPostgres tells whether pgx can read a URL or DSN, and refuses URLs that it
+// checkDatabaseURL tells whether pgx can read a URL or DSN, and refuses URLs that it
 // reads wrongly: in postgres://u:p@ss#w@host/db the host is "ss#w@host", which
 // would show only as a name that cannot be found. Nothing of dsn is in the error.
-func checkPostgres(dsn string) error {
+func checkDatabaseURL(dsn string) error {
 	scheme, rest, isURL := strings.Cut(dsn, "://")
 	if isURL && !strings.Contains(scheme, "=") {
 		if scheme != "postgres" && scheme != "postgresql" {

@@ -28,14 +28,6 @@ const exitDataErr = 65
 
 var errOutputTooLarge = fmt.Errorf("result too large: the command wrote more than %d bytes", maxResultBytes)
 
-// secretSettings are the environment variables that no command gets to see.
-var secretSettings = []string{
-	"DATABASE_URL", "MIGRATION_DATABASE_URL", "EMBEDDED_POSTGRES_URL", "REDIS_URL",
-	"API_KEYS", "READ_API_KEYS", "WEBHOOK_SECRETS",
-	"PGPASSWORD", "PGPASSFILE", "PGSERVICE", "PGSERVICEFILE", "PGSSLKEY", "PGSSLPASSWORD",
-	"GOOSE_DBSTRING",
-}
-
 // A command is a program that runs once for every attempt, without a shell.
 type command struct {
 	argv []string
@@ -43,9 +35,10 @@ type command struct {
 }
 
 func newCommand(argv []string) *command {
+	secrets := secretSettings()
 	env := slices.DeleteFunc(os.Environ(), func(s string) bool {
 		name, _, _ := strings.Cut(s, "=")
-		return slices.Contains(secretSettings, name) || strings.HasPrefix(name, "TASK_")
+		return slices.Contains(secrets, name) || strings.HasPrefix(name, "TASK_")
 	})
 	return &command{argv, env}
 }

@@ -221,7 +221,7 @@ func TestCommandThatCannotStart(t *testing.T) {
 }
 
 func TestCommandEnvironment(t *testing.T) {
-	for _, name := range secretSettings {
+	for _, name := range secretSettings() {
 		t.Setenv(name, "very-secret")
 	}
 	t.Setenv("TASK_TIMEOUT", "inherited")

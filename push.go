@@ -20,10 +20,10 @@ import (
 )
 
 const (
-	connectTimeout = 5 * time.Second
-	maxRetryAfter  = 24 * time.Hour
-	maxErrorBody   = 1 << 10  // of a refusal's body, shown in the error
-	maxDrainBytes  = 64 << 10 // read and dropped so that a connection can be used again
+	pushConnectTimeout = 5 * time.Second
+	maxRetryAfter      = 24 * time.Hour
+	maxErrorBody       = 1 << 10  // of a refusal's body, shown in the error
+	maxDrainBytes      = 64 << 10 // read and dropped so that a connection can be used again
 )
 
 // A pusher hands tasks to HTTP endpoints. All endpoints share its connections.
@@ -37,8 +37,8 @@ type pusher struct {
 // connections to a host as attempts can run at once; net/http would keep two.
 func newPusher(cfg config) (*pusher, error) {
 	transport := http.DefaultTransport.(*http.Transport).Clone()
-	transport.DialContext = (&net.Dialer{Timeout: connectTimeout}).DialContext
-	transport.TLSHandshakeTimeout = connectTimeout
+	transport.DialContext = (&net.Dialer{Timeout: pushConnectTimeout}).DialContext
+	transport.TLSHandshakeTimeout = pushConnectTimeout
 	transport.MaxIdleConns = 0
 	transport.MaxIdleConnsPerHost = max(cfg.WorkerConcurrency, 2)
 	transport.MaxResponseHeaderBytes = 64 << 10

@@ -164,11 +164,16 @@ WITH unpublished AS (
     LIMIT $4::int
     FOR UPDATE SKIP LOCKED
 ), published AS (
-    SELECT p.task_id FROM tasks p
-    WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.run_at <= now() AND p.queue = ANY($3::text[])
-    ORDER BY p.published_at
+    SELECT p.task_id
+    FROM (SELECT unnest($3::text[]) AS name) q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.published_at
+        LIMIT $4::int
+        FOR UPDATE SKIP LOCKED
+    ) p
     LIMIT $4::int
-    FOR UPDATE SKIP LOCKED
 ), due AS (
     SELECT task_id FROM unpublished UNION ALL SELECT task_id FROM published LIMIT $4::int
 )
@@ -179,8 +184,7 @@ SET status = 'processing',
     locked_by = $2::text,
     started_at = now(),
     updated_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
 RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent
@@ -206,8 +210,9 @@ type ClaimDueTasksRow struct {
 	Traceparent    *string
 }
 
-// ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes due tasks of the
-// given queues straight from the table, oldest first, a page of them.
+// ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+// given queues straight from the table. Those without an entry come first, then
+// queue by queue in the order given, oldest first.
 func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([]ClaimDueTasksRow, error) {
 	rows, err := q.db.Query(ctx, claimDueTasks,
 		arg.LeaseMS,
@@ -432,8 +437,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-FROM dead
-WHERE t.task_id = dead.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count
@@ -854,8 +858,7 @@ WITH stale AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM stale
-WHERE t.task_id = stale.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
     AND t.status = 'pending'
     AND t.published_at < now() - ($1::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue
@@ -904,8 +907,7 @@ WITH due AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue
@@ -1020,7 +1022,6 @@ UPDATE tasks
 SET published_at = NULL
 WHERE task_id = ANY($1::uuid[])
     AND status = 'pending'
-    AND published_at IS NOT NULL
 `
 
 // UnpublishTasks says that pending tasks have no stream entry (T9); the dispatcher adds one.

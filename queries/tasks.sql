@@ -64,8 +64,9 @@ WHERE task_id = ANY(@task_ids::uuid[])
 RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
 
 -- name: ClaimDueTasks :many
--- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes due tasks of the
--- given queues straight from the table, oldest first, a page of them.
+-- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+-- given queues straight from the table. Those without an entry come first, then
+-- queue by queue in the order given, oldest first.
 WITH unpublished AS (
     SELECT u.task_id FROM tasks u
     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now() AND u.queue = ANY(@queues::text[])
@@ -73,11 +74,16 @@ WITH unpublished AS (
     LIMIT @max_rows::int
     FOR UPDATE SKIP LOCKED
 ), published AS (
-    SELECT p.task_id FROM tasks p
-    WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.run_at <= now() AND p.queue = ANY(@queues::text[])
-    ORDER BY p.published_at
+    SELECT p.task_id
+    FROM (SELECT unnest(@queues::text[]) AS name) q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.published_at
+        LIMIT @max_rows::int
+        FOR UPDATE SKIP LOCKED
+    ) p
     LIMIT @max_rows::int
-    FOR UPDATE SKIP LOCKED
 ), due AS (
     SELECT task_id FROM unpublished UNION ALL SELECT task_id FROM published LIMIT @max_rows::int
 )
@@ -88,8 +94,7 @@ SET status = 'processing',
     locked_by = @worker::text,
     started_at = now(),
     updated_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
 RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent;
@@ -210,8 +215,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-FROM dead
-WHERE t.task_id = dead.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
@@ -246,8 +250,7 @@ WITH due AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue;
@@ -284,8 +287,7 @@ WITH stale AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM stale
-WHERE t.task_id = stale.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
     AND t.status = 'pending'
     AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue;
@@ -295,8 +297,7 @@ RETURNING t.task_id, t.queue;
 UPDATE tasks
 SET published_at = NULL
 WHERE task_id = ANY(@task_ids::uuid[])
-    AND status = 'pending'
-    AND published_at IS NOT NULL;
+    AND status = 'pending';
 
 -- name: DeleteFinished :one
 -- DeleteFinished walks the table by its key, a page at a time, and deletes what ended
