@@ -192,7 +192,7 @@ func TestSyntaxAgreesWithEncodingJSON(t *testing.T) {
 		if want {
 			valid++
 		}
-		if got := isJSON(doc); got != want {
+		if got := looksJSON(doc); got != want {
 			t.Fatalf("%q: JSON = %v, want %v", doc, got, want)
 		}
 	}
@@ -201,8 +201,8 @@ func TestSyntaxAgreesWithEncodingJSON(t *testing.T) {
 	}
 }
 
-// isJSON is the scanner's verdict on syntax alone.
-func isJSON(doc string) bool {
+// looksJSON is the scanner's verdict on syntax alone.
+func looksJSON(doc string) bool {
 	s := newScanner(doc)
 	return s.value() && s.end()
 }

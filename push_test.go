@@ -37,7 +37,7 @@ func endpointOf(t *testing.T, rawURL string, secrets ...string) handlerFunc {
 	return p.endpoint(u)
 }
 
-func serve(t *testing.T, h http.HandlerFunc) *httptest.Server {
+func answering(t *testing.T, h http.HandlerFunc) *httptest.Server {
 	t.Helper()
 	s := httptest.NewServer(h)
 	t.Cleanup(s.Close)
@@ -93,7 +93,7 @@ func TestPushOutcomes(t *testing.T) {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			var calls atomic.Int32
-			s := serve(t, func(w http.ResponseWriter, r *http.Request) {
+			s := answering(t, func(w http.ResponseWriter, r *http.Request) {
 				calls.Add(1)
 				maps.Copy(w.Header(), tt.header)
 				w.WriteHeader(tt.code)
@@ -139,7 +139,7 @@ func TestPushRequest(t *testing.T) {
 	const payload = `{"id": 12345678901234567890, "x": 0.10}`
 	var got *http.Request
 	var body []byte
-	s := serve(t, func(w http.ResponseWriter, r *http.Request) {
+	s := answering(t, func(w http.ResponseWriter, r *http.Request) {
 		got = r
 		body, _ = io.ReadAll(r.Body)
 	})
@@ -196,7 +196,7 @@ func TestPushSignature(t *testing.T) {
 	}
 
 	var h http.Header
-	s := serve(t, func(w http.ResponseWriter, r *http.Request) { h = r.Header })
+	s := answering(t, func(w http.ResponseWriter, r *http.Request) { h = r.Header })
 	task := handlerTask(`{"a":1}`)
 	if _, err := endpointOf(t, s.URL, secret)(t.Context(), task); err != nil {
 		t.Fatal(err)
@@ -225,7 +225,7 @@ func TestPushContextEnds(t *testing.T) {
 		t.Run(fmt.Sprintf("headersFirst=%v", headersFirst), func(t *testing.T) {
 			t.Parallel()
 			arrived := make(chan struct{})
-			s := serve(t, func(w http.ResponseWriter, r *http.Request) {
+			s := answering(t, func(w http.ResponseWriter, r *http.Request) {
 				io.Copy(io.Discard, r.Body) // only then does the server see the client go
 				if headersFirst {
 					w.WriteHeader(200)
@@ -255,8 +255,8 @@ func TestPushConnectionErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	closed.Close()
-	hangUp := serve(t, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) })
-	cutShort := serve(t, func(w http.ResponseWriter, r *http.Request) {
+	hangUp := answering(t, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) })
+	cutShort := answering(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Length", "100")
 		io.WriteString(w, `{"half":`)
 	})
@@ -360,7 +360,7 @@ func TestPushKeepsConnections(t *testing.T) {
 
 func TestPushPayloadOfManyBytes(t *testing.T) {
 	t.Parallel()
-	s := serve(t, func(w http.ResponseWriter, r *http.Request) { io.Copy(w, r.Body) })
+	s := answering(t, func(w http.ResponseWriter, r *http.Request) { io.Copy(w, r.Body) })
 	payload := `{"x":"` + strings.Repeat("y", maxResultBytes-8) + `"}`
 	result, err := endpointOf(t, s.URL)(t.Context(), handlerTask(payload))
 	if err != nil {

@@ -171,7 +171,7 @@ func wantTask(t testing.TB, row db.Task, status string, attempt, retries, lost i
 }
 
 // Each way in which an attempt can end, and what the row says then.
-func TestOutcomes(t *testing.T) {
+func TestAttemptOutcomes(t *testing.T) {
 	t.Parallel()
 	var once atomic.Int32
 	s := startService(t, fastConfig(t), map[string]handlerFunc{
