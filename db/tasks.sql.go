@@ -373,6 +373,51 @@ func (q *Queries) CompleteTasks(ctx context.Context, arg CompleteTasksParams) ([
 	return items, nil
 }
 
+const deleteFinished = `-- name: DeleteFinished :one
+WITH page AS (
+    SELECT p.task_id, p.status, p.finished_at FROM tasks p
+    WHERE p.task_id > $1::uuid
+    ORDER BY p.task_id
+    LIMIT $2::int
+), old AS (
+    SELECT o.task_id FROM tasks o
+    WHERE o.task_id IN (
+            SELECT task_id FROM page
+            WHERE status IN ('completed', 'failed', 'cancelled') AND finished_at < now() - ($3::bigint) * interval '1 millisecond'
+        )
+        AND o.status IN ('completed', 'failed', 'cancelled')
+        AND o.finished_at < now() - ($3::bigint) * interval '1 millisecond'
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM tasks t USING old WHERE t.task_id = old.task_id RETURNING t.task_id
+)
+SELECT (SELECT count(*) FROM gone)::int AS deleted,
+    (SELECT count(*) FROM page)::int AS seen,
+    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_id
+`
+
+type DeleteFinishedParams struct {
+	AfterID uuid.UUID
+	MaxRows int32
+	AgeMS   int64
+}
+
+type DeleteFinishedRow struct {
+	Deleted int32
+	Seen    int32
+	LastID  uuid.UUID
+}
+
+// DeleteFinished walks the table by its key, a page at a time, and deletes what ended
+// longer ago than the given age, idempotency key and all. It needs no index of its own
+// and skips rows that somebody holds. It returns the key to go on from; a short page is the last one.
+func (q *Queries) DeleteFinished(ctx context.Context, arg DeleteFinishedParams) (DeleteFinishedRow, error) {
+	row := q.db.QueryRow(ctx, deleteFinished, arg.AfterID, arg.MaxRows, arg.AgeMS)
+	var i DeleteFinishedRow
+	err := row.Scan(&i.Deleted, &i.Seen, &i.LastID)
+	return i, err
+}
+
 const expireTasks = `-- name: ExpireTasks :many
 WITH dead AS (
     SELECT d.task_id FROM tasks d
