@@ -1,120 +1,110 @@
 package main
 
 import (
-	"cmp"
-	"context"
+	"bytes"
 	"errors"
 	"fmt"
-	"os/exec"
+	"io"
+	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
 )
 
-// errNoPostgres says that no installed PostgreSQL was found, so that fetching
-// one is the next thing to try.
-var errNoPostgres = errors.New("no installed PostgreSQL found")
+// rootDataDir is where root keeps the data when it starts the program below a
+// folder that is closed to the user the servers run as, such as /root.
+const rootDataDir = "/var/lib/nexusflow"
 
-// postgresFolders are the places where packages put initdb and postgres without
-// adding them to PATH. Of several versions in one place the newest comes first.
-var postgresFolders = []string{
-	"/usr/lib/postgresql/*/bin",         // Debian, Ubuntu
-	"/usr/pgsql-*/bin",                  // the PostgreSQL project's own RPMs
-	"/usr/libexec/postgresql*",          // Alpine
-	"/usr/lib64/postgresql-*/bin",       // Gentoo
-	"/opt/homebrew/opt/postgresql*/bin", // Homebrew on Apple silicon
-	"/usr/local/opt/postgresql*/bin",    // Homebrew on Intel
-	"/home/linuxbrew/.linuxbrew/opt/postgresql*/bin",
-	"/opt/local/lib/postgresql*/bin", // MacPorts
-	"/Applications/Postgres.app/Contents/Versions/*/bin",
-	"/run/current-system/sw/bin", // NixOS
-	"/nix/var/nix/profiles/default/bin",
-	"/usr/local/pgsql/bin", // built from source
-}
-
-// findPostgres returns the folder of the initdb and postgres to run. An explicit
-// folder is the only one looked at: falling back from a misspelt one would start
-// another version than the operator asked for. Without it come PATH, what
-// pg_config says, and the usual folders. The error is errNoPostgres when there is none.
-func findPostgres(explicit string) (string, error) {
-	if explicit != "" {
-		if err := checkPostgres(explicit); err != nil {
-			return "", fmt.Errorf("EMBEDDED_POSTGRES_BIN: %w", err)
-		}
-		return filepath.Abs(explicit)
+// dataFolder makes the folder of the embedded servers' data and returns its
+// absolute path without links, by which every later start knows it again.
+func dataFolder(cfg config) (string, error) {
+	dir := cfg.DataDir
+	if wd, err := os.Getwd(); !cfg.DataDirSet && err == nil && openToServerUser(wd) != nil {
+		dir = rootDataDir
 	}
-	dirs := installedPostgres()
-	if len(dirs) == 0 {
-		return "", errNoPostgres
-	}
-	return dirs[0], nil
-}
-
-// installedPostgres lists every usable PostgreSQL of this machine, the preferred one first.
-func installedPostgres() []string {
-	var dirs []string
-	if initdb, err := exec.LookPath("initdb"); err == nil {
-		if initdb, err = filepath.EvalSymlinks(initdb); err == nil {
-			dirs = append(dirs, filepath.Dir(initdb))
-		}
-	}
-	// A pg_config that hangs must not hold up the start.
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
-	defer cancel()
-	if out, err := exec.CommandContext(ctx, "pg_config", "--bindir").Output(); err == nil {
-		dirs = append(dirs, strings.TrimSpace(string(out)))
-	}
-	for _, pattern := range postgresFolders {
-		found, _ := filepath.Glob(pattern) // the patterns are constants and well formed
-		slices.SortFunc(found, func(a, b string) int { return cmp.Compare(versionIn(b), versionIn(a)) })
-		dirs = append(dirs, found...)
-	}
-	usable := dirs[:0]
-	for _, dir := range dirs {
-		if abs, err := filepath.Abs(dir); err == nil && checkPostgres(abs) == nil && !slices.Contains(usable, abs) {
-			usable = append(usable, abs)
-		}
-	}
-	return usable
-}
-
-// checkPostgres reports why dir cannot be run from: a program is missing, or the
-// user whom the servers run as cannot get there.
-func checkPostgres(dir string) error {
-	for _, name := range []string{"initdb", "postgres", "pg_ctl"} {
-		if _, err := exec.LookPath(filepath.Join(dir, name)); err != nil {
-			return err
-		}
-	}
-	return openToServerUser(dir)
-}
-
-// versionIn returns the last number in path: 17 of /usr/lib/postgresql/17/bin,
-// 16.2 of /usr/pgsql-16.2/bin. A path without a number sorts last.
-func versionIn(path string) float64 {
-	fields := strings.FieldsFunc(path, func(r rune) bool { return r != '.' && (r < '0' || r > '9') })
-	for _, f := range slices.Backward(fields) {
-		if v, err := strconv.ParseFloat(f, 64); err == nil {
-			return v
-		}
-	}
-	return 0
-}
-
-// majorVersion returns the major version of the postgres in dir and its full text, such as 15 and "15.18".
-func majorVersion(ctx context.Context, dir string) (major, version string, err error) {
-	out, err := exec.CommandContext(ctx, filepath.Join(dir, "postgres"), "--version").Output()
+	dir, err := filepath.Abs(dir)
 	if err != nil {
-		return "", "", fmt.Errorf("ask postgres in %s for its version: %w", dir, err)
+		return "", fmt.Errorf("find data folder: %w", err)
 	}
-	// "postgres (PostgreSQL) 15.18 (Debian 15.18-0+deb12u1)", "postgres (PostgreSQL) 19beta1"
-	_, version, _ = strings.Cut(strings.TrimSpace(string(out)), ") ")
-	version, _, _ = strings.Cut(version, " ")
-	major = version[:len(version)-len(strings.TrimLeft(version, "0123456789"))]
-	if major == "" {
-		return "", "", fmt.Errorf("ask postgres in %s for its version: unexpected answer %q", dir, out)
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		return "", fmt.Errorf("make data folder: %w", err)
 	}
-	return major, version, nil
+	// The servers' own folders inside are closed to others; this one stays open
+	// whatever the umask, because the server user of root has to pass it.
+	switch err := os.Mkdir(dir, 0o755); {
+	case err == nil:
+		err = os.Chmod(dir, 0o755)
+		if err != nil {
+			return "", fmt.Errorf("make data folder: %w", err)
+		}
+	case !errors.Is(err, os.ErrExist):
+		return "", fmt.Errorf("make data folder: %w", err)
+	}
+	dir, err = filepath.EvalSymlinks(dir)
+	if err != nil {
+		return "", fmt.Errorf("make data folder: %w", err)
+	}
+	return dir, nil
 }
+
+// serverEnv is what a server sees of the environment: where programs and their
+// libraries are, and nothing secret. Locale C keeps their messages in the
+// wording this program looks for.
+func serverEnv() []string {
+	keep := []string{"PATH", "HOME", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"}
+	env := []string{"LC_ALL=C"}
+	for _, kv := range os.Environ() {
+		if key, _, _ := strings.Cut(kv, "="); slices.Contains(keep, key) {
+			env = append(env, kv)
+		}
+	}
+	return env
+}
+
+// serverLog is the file a server writes its own log to.
+type serverLog struct {
+	file  *os.File
+	start int64 // where the output of the present run begins
+}
+
+// maxServerLog is the size in bytes at which a log is put aside at the next start.
+const maxServerLog = 16 << 20
+
+// openServerLog opens the log at path for appending. A long one first becomes
+// path.old, so that at most two are kept.
+func openServerLog(path string) (*serverLog, error) {
+	if info, err := os.Stat(path); err == nil && info.Size() > maxServerLog {
+		if err := os.Rename(path, path+".old"); err != nil {
+			return nil, fmt.Errorf("put log aside: %w", err)
+		}
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open log: %w", err)
+	}
+	l := &serverLog{file: f}
+	l.mark()
+	return l, nil
+}
+
+// mark makes last look only at what is written from now on.
+func (l *serverLog) mark() {
+	if info, err := l.file.Stat(); err == nil {
+		l.start = info.Size()
+	}
+}
+
+// last returns the last lines of the present run, on one line for an error text.
+func (l *serverLog) last() string {
+	const lines, most = 6, 4096
+	end := l.start
+	if info, err := l.file.Stat(); err == nil {
+		end = info.Size()
+	}
+	from := max(l.start, end-most)
+	text, _ := io.ReadAll(io.NewSectionReader(l.file, from, end-from)) // what cannot be read is not shown
+	all := bytes.Split(bytes.TrimSpace(text), []byte("\n"))
+	return string(bytes.Join(all[max(0, len(all)-lines):], []byte(" | ")))
+}
+
+func (l *serverLog) close() { l.file.Close() }
