@@ -36,6 +36,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
+	execHelperMain()
 	removeLeftovers()
 	code := m.Run()
 	atExitLock.Lock()

@@ -71,7 +71,10 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			return expect("SweepPublished", len(rows), err)
 		},
 		func() error { n, err := q.UnpublishTasks(ctx, ids); return expect("UnpublishTasks", int(n), err) },
-		func() error { rows, err := q.SweepUnpublished(ctx, 1); return expect("SweepUnpublished", len(rows), err) },
+		func() error {
+			rows, err := q.SweepUnpublished(ctx, 1)
+			return expect("SweepUnpublished", len(rows), err)
+		},
 		claim,
 		func() error {
 			attempt++

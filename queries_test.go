@@ -86,7 +86,7 @@ const (
 	running = `status = 'processing', attempt = 2, retry_count = 1, lease_until = now() + interval '1 minute', locked_by = 'me',
 		started_at = now() - interval '1 hour', error_message = 'first error', published_at = now() - interval '1 hour',
 		run_at = now() - interval '1 hour', created_at = now() - interval '2 hours', updated_at = now() - interval '1 hour'`
-	expired   = "lease_until = now() - interval '1 second'"
+	pastLease   = "lease_until = now() - interval '1 second'"
 	cancelled = "cancel_requested = true"
 	touched   = "updated_at = now() - interval '1 hour', published_at = now() - interval '1 hour'"
 )
@@ -321,7 +321,7 @@ func TestClaimTasks(t *testing.T) {
 		{"waiting for a retry that is due", []string{"retry_count = 2, attempt = 2, run_at = now()"}, true},
 		{"not due", []string{"run_at = now() + interval '1 minute'"}, false},
 		{"processing", []string{running}, false},
-		{"processing, lease expired", []string{running, expired}, false},
+		{"processing, lease pastLease", []string{running, pastLease}, false},
 		{"completed", []string{"status = 'completed'"}, false},
 		{"failed", []string{"status = 'failed'"}, false},
 		{"cancelled", []string{"status = 'cancelled'"}, false},
@@ -393,7 +393,7 @@ func TestFence(t *testing.T) {
 			rows    int
 		}{
 			{"its own attempt", []string{running}, 2, 1},
-			{"its own attempt, lease expired, not reaped", []string{running, expired}, 2, 1},
+			{"its own attempt, lease pastLease, not reaped", []string{running, pastLease}, 2, 1},
 			{"an attempt before", []string{running}, 1, 0},
 			{"an attempt to come", []string{running}, 3, 0},
 			{"an attempt that waits for a retry", []string{running, ended + "'pending'"}, 2, 0},
@@ -417,7 +417,7 @@ func TestFence(t *testing.T) {
 func TestBeatTasks(t *testing.T) {
 	t.Parallel()
 	r := newRecord(t)
-	held, revived, asked := r.task(t, running), r.task(t, running, expired), r.task(t, running, cancelled)
+	held, revived, asked := r.task(t, running), r.task(t, running, pastLease), r.task(t, running, cancelled)
 	stale := r.task(t, running)
 	changed := r.change(t, revived, func() {
 		rows, err := r.BeatTasks(t.Context(), db.BeatTasksParams{LeaseMS: 30_000, TaskIDs: []uuid.UUID{held, revived, asked, stale}, Attempts: []int32{2, 2, 2, 1}})
@@ -478,7 +478,7 @@ func TestOutcomes(t *testing.T) {
 		{"complete without a result", nil, func(id uuid.UUID) { r.complete(t, id, 2, "") }, ended("completed", "error_message", "NULL"), ledger{}},
 		{"complete with JSON null", nil, func(id uuid.UUID) { r.complete(t, id, 2, "null") }, ended("completed", "error_message", "NULL"), ledger{}},
 		{"complete although cancelled", []string{cancelled}, complete, ended("completed", "result", `{"ok": true}`, "error_message", "NULL"), ledger{}},
-		{"complete after its lease", []string{expired}, complete, ended("completed", "result", `{"ok": true}`, "error_message", "NULL"), ledger{}},
+		{"complete after its lease", []string{pastLease}, complete, ended("completed", "result", `{"ok": true}`, "error_message", "NULL"), ledger{}},
 
 		{"fail", nil, fail, ended("pending", "retry_count", "2", "run_at", "now1m0s", "published_at", "NULL", "error_message", "second error"), ledger{"failed", "second error"}},
 		{"fail for good", nil, failForGood, ended("failed", "error_message", "second error"), ledger{"failed", "second error"}},
@@ -492,16 +492,16 @@ func TestOutcomes(t *testing.T) {
 		{"release, retries spent", []string{spent}, release, ended("pending", "run_at", "now0s", "published_at", "NULL"), ledger{"interrupted", "worker shut down"}},
 		{"release, cancelled", []string{cancelled}, release, ended("cancelled"), ledger{"cancelled", "worker shut down"}},
 
-		{"expire", []string{expired}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire, retries spent", []string{expired, spent}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire, lost for the third time", []string{expired, lostOften}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "3", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire, lost too often", []string{expired, lostMore}, expireAny, ended("failed", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire, cancelled", []string{expired, cancelled}, expireAny, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire, cancelled, lost too often", []string{expired, cancelled, lostMore}, expireAny, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire", []string{pastLease}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire, retries spent", []string{pastLease, spent}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire, lost for the third time", []string{pastLease, lostOften}, expireAny, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "3", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire, lost too often", []string{pastLease, lostMore}, expireAny, ended("failed", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire, cancelled", []string{pastLease, cancelled}, expireAny, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire, cancelled, lost too often", []string{pastLease, cancelled, lostMore}, expireAny, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
 		{"expire while alive", nil, expireAny, map[string]string{}, ledger{}},
-		{"expire one", []string{expired}, expireOne, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire one, lost too often", []string{expired, lostMore}, expireOne, ended("failed", "error_message", lostMsg), ledger{"lost", lostMsg}},
-		{"expire one, cancelled", []string{expired, cancelled}, expireOne, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire one", []string{pastLease}, expireOne, ended("pending", "run_at", "now0s", "published_at", "NULL", "lost_count", "1", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire one, lost too often", []string{pastLease, lostMore}, expireOne, ended("failed", "error_message", lostMsg), ledger{"lost", lostMsg}},
+		{"expire one, cancelled", []string{pastLease, cancelled}, expireOne, ended("cancelled", "error_message", lostMsg), ledger{"lost", lostMsg}},
 		{"expire one while alive", nil, expireOne, map[string]string{}, ledger{}},
 	} {
 		id := r.task(t, append([]string{running}, test.sets...)...)
@@ -626,7 +626,7 @@ func TestExpireTasksPages(t *testing.T) {
 
 func compareIDs(a, b uuid.UUID) int { return slices.Compare(a[:], b[:]) }
 
-// A reaper has found a lease expired, and waits for the row; what the worker writes
+// A reaper has found a lease pastLease, and waits for the row; what the worker writes
 // meanwhile wins (riverqueue/river#1302).
 func TestExpireTasksLosesRaces(t *testing.T) {
 	t.Parallel()
@@ -641,7 +641,7 @@ func TestExpireTasksLosesRaces(t *testing.T) {
 			return err
 		},
 	} {
-		id := r.task(t, running, expired)
+		id := r.task(t, running, pastLease)
 		worker, reaper := connect(t, r.pool.Config().ConnString()), connect(t, r.pool.Config().ConnString())
 		pid := reaper.PgConn().PID()
 		execute(t, worker, "BEGIN")
@@ -681,7 +681,7 @@ func TestSweepUnpublished(t *testing.T) {
 	for _, sets := range [][]string{
 		{touched}, // published
 		{touched, unpublished, "run_at = now() + interval '1 minute'"},
-		{running, unpublished, expired},
+		{running, unpublished, pastLease},
 		{unpublished, "status = 'cancelled'"},
 		{unpublished, "status = 'failed'"},
 	} {

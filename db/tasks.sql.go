@@ -51,6 +51,39 @@ func (q *Queries) AttemptOutcomes(ctx context.Context, taskIds []uuid.UUID) ([]A
 	return items, nil
 }
 
+const backlogAge = `-- name: BacklogAge :one
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), oldest AS (
+    SELECT (SELECT p.run_at FROM tasks p
+            WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
+            ORDER BY p.published_at LIMIT 1) AS run_at
+    FROM q WHERE q.queue IS NOT NULL
+    UNION ALL
+    (SELECT u.run_at FROM tasks u
+     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
+     ORDER BY u.run_at LIMIT 1)
+)
+SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest
+`
+
+// BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
+// none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
+// without an entry.
+func (q *Queries) BacklogAge(ctx context.Context) (int64, error) {
+	row := q.db.QueryRow(ctx, backlogAge)
+	var age_ms int64
+	err := row.Scan(&age_ms)
+	return age_ms, err
+}
+
 const beatTasks = `-- name: BeatTasks :many
 UPDATE tasks t
 SET lease_until = now() + ($1::bigint) * interval '1 millisecond'
@@ -338,6 +371,51 @@ func (q *Queries) CompleteTasks(ctx context.Context, arg CompleteTasksParams) ([
 		return nil, err
 	}
 	return items, nil
+}
+
+const deleteFinished = `-- name: DeleteFinished :one
+WITH page AS (
+    SELECT p.task_id, p.status, p.finished_at FROM tasks p
+    WHERE p.task_id > $1::uuid
+    ORDER BY p.task_id
+    LIMIT $2::int
+), old AS (
+    SELECT o.task_id FROM tasks o
+    WHERE o.task_id IN (
+            SELECT task_id FROM page
+            WHERE status IN ('completed', 'failed', 'cancelled') AND finished_at < now() - ($3::bigint) * interval '1 millisecond'
+        )
+        AND o.status IN ('completed', 'failed', 'cancelled')
+        AND o.finished_at < now() - ($3::bigint) * interval '1 millisecond'
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM tasks t USING old WHERE t.task_id = old.task_id RETURNING t.task_id
+)
+SELECT (SELECT count(*) FROM gone)::int AS deleted,
+    (SELECT count(*) FROM page)::int AS seen,
+    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_id
+`
+
+type DeleteFinishedParams struct {
+	AfterID uuid.UUID
+	MaxRows int32
+	AgeMS   int64
+}
+
+type DeleteFinishedRow struct {
+	Deleted int32
+	Seen    int32
+	LastID  uuid.UUID
+}
+
+// DeleteFinished walks the table by its key, a page at a time, and deletes what ended
+// longer ago than the given age, idempotency key and all. It needs no index of its own
+// and skips rows that somebody holds. It returns the key to go on from; a short page is the last one.
+func (q *Queries) DeleteFinished(ctx context.Context, arg DeleteFinishedParams) (DeleteFinishedRow, error) {
+	row := q.db.QueryRow(ctx, deleteFinished, arg.AfterID, arg.MaxRows, arg.AgeMS)
+	var i DeleteFinishedRow
+	err := row.Scan(&i.Deleted, &i.Seen, &i.LastID)
+	return i, err
 }
 
 const expireTasks = `-- name: ExpireTasks :many
