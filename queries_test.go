@@ -86,7 +86,7 @@ const (
 	running = `status = 'processing', attempt = 2, retry_count = 1, lease_until = now() + interval '1 minute', locked_by = 'me',
 		started_at = now() - interval '1 hour', error_message = 'first error', published_at = now() - interval '1 hour',
 		run_at = now() - interval '1 hour', created_at = now() - interval '2 hours', updated_at = now() - interval '1 hour'`
-	pastLease   = "lease_until = now() - interval '1 second'"
+	pastLease = "lease_until = now() - interval '1 second'"
 	cancelled = "cancel_requested = true"
 	touched   = "updated_at = now() - interval '1 hour', published_at = now() - interval '1 hour'"
 )
