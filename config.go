@@ -285,11 +285,12 @@ func secretSettings() []string {
 }
 
 // usage prints the commands and the table of settings.
-func usage(w io.Writer) error {
+func usage(w io.Writer) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprint(t, `Usage:
   nexusflow               serve: gateway and worker in one process (ROLES)
   nexusflow healthcheck   ask the process at HTTP_ADDR whether it is alive; exit 0 if so
+  nexusflow version       print the version
   nexusflow -h            print this
 
 Settings are environment variables; an empty one counts as unset.
@@ -299,7 +300,7 @@ Settings are environment variables; an empty one counts as unset.
 	for _, s := range new(config).settings() {
 		fmt.Fprintf(t, "%s\t%s\t%s\n", s.name, s.defaultText(), s.meaning)
 	}
-	return t.Flush()
+	t.Flush()
 }
 
 // LogValue shows the settings that the operator gave, secrets blanked.

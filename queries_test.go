@@ -321,7 +321,7 @@ func TestClaimTasks(t *testing.T) {
 		{"waiting for a retry that is due", []string{"retry_count = 2, attempt = 2, run_at = now()"}, true},
 		{"not due", []string{"run_at = now() + interval '1 minute'"}, false},
 		{"processing", []string{running}, false},
-		{"processing, lease pastLease", []string{running, pastLease}, false},
+		{"processing, lease expired", []string{running, pastLease}, false},
 		{"completed", []string{"status = 'completed'"}, false},
 		{"failed", []string{"status = 'failed'"}, false},
 		{"cancelled", []string{"status = 'cancelled'"}, false},
@@ -393,7 +393,7 @@ func TestFence(t *testing.T) {
 			rows    int
 		}{
 			{"its own attempt", []string{running}, 2, 1},
-			{"its own attempt, lease pastLease, not reaped", []string{running, pastLease}, 2, 1},
+			{"its own attempt, lease expired, not reaped", []string{running, pastLease}, 2, 1},
 			{"an attempt before", []string{running}, 1, 0},
 			{"an attempt to come", []string{running}, 3, 0},
 			{"an attempt that waits for a retry", []string{running, ended + "'pending'"}, 2, 0},
@@ -626,7 +626,7 @@ func TestExpireTasksPages(t *testing.T) {
 
 func compareIDs(a, b uuid.UUID) int { return slices.Compare(a[:], b[:]) }
 
-// A reaper has found a lease pastLease, and waits for the row; what the worker writes
+// A reaper has found a lease expired, and waits for the row; what the worker writes
 // meanwhile wins (riverqueue/river#1302).
 func TestExpireTasksLosesRaces(t *testing.T) {
 	t.Parallel()
