@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"log/slog"
 	"os"
 	"testing"
 	"time"
@@ -12,14 +13,23 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// eventually waits up to ten seconds for cond.
-func eventually(t *testing.T, what string, cond func() bool) {
+// eventually waits up to fifteen seconds for ok.
+func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !cond(); {
+	for deadline := time.Now().Add(15 * time.Second); !ok(); {
 		if time.Now().After(deadline) {
-			t.Errorf("not within ten seconds: %s", what)
-			return
+			t.Fatalf("not within 15 s: %s", what)
 		}
 		sleep(context.Background(), 10*time.Millisecond)
 	}
+}
+
+func discardLog() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+func missing(t testing.TB, err error) {
+	t.Helper()
+	if os.Getenv("REQUIRE_SERVERS") == "1" {
+		t.Fatalf("REQUIRE_SERVERS=1: %v", err)
+	}
+	t.Skipf("SKIPPED, NOT TESTED: %v", err)
 }

@@ -27,7 +27,7 @@ func (*embeddedPostgres) dsn() string { return "" }
 func (*embeddedPostgres) wait() error { return errNoServers }
 func (*embeddedPostgres) stop()       {}
 
-func startRedisServer(context.Context, *slog.Logger, config, string, string) (*embeddedRedis, error) {
+func startRedisChild(context.Context, *slog.Logger, config, string, string) (*embeddedRedis, error) {
 	return nil, errNoServers
 }
 

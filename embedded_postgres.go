@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // embeddedPostgres is a private PostgreSQL cluster and its running server, which
@@ -285,14 +284,6 @@ func (p *embeddedPostgres) try(ctx context.Context, database, statement string) 
 		return fmt.Errorf("create database: %w", err)
 	}
 	return nil
-}
-
-// sqlState returns the code of the error that PostgreSQL answered with, or "".
-func sqlState(err error) string {
-	if pgErr, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return pgErr.Code
-	}
-	return ""
 }
 
 // dsn returns how to connect to the database nexusflow, as its superuser.

@@ -31,7 +31,7 @@ func startRedis(ctx context.Context, log *slog.Logger, cfg config) (*embeddedRed
 	if program == "" {
 		return startMiniredis(log)
 	}
-	r, err := startRedisServer(ctx, log, cfg, program, version)
+	r, err := startRedisChild(ctx, log, cfg, program, version)
 	if err != nil {
 		return nil, fmt.Errorf("embedded redis: %w", err)
 	}

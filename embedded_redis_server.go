@@ -21,8 +21,8 @@ import (
 // serversRun says that this system can run servers as children of the program.
 const serversRun = true
 
-// startRedisServer runs program on the data in DATA_DIR/redis, as the user of this program.
-func startRedisServer(ctx context.Context, log *slog.Logger, cfg config, program, version string) (_ *embeddedRedis, err error) {
+// startRedisChild runs program on the data in DATA_DIR/redis, as the user of this program.
+func startRedisChild(ctx context.Context, log *slog.Logger, cfg config, program, version string) (_ *embeddedRedis, err error) {
 	began := time.Now()
 	data, err := dataFolder(cfg)
 	if err != nil {
