@@ -18,11 +18,7 @@ const rootDataDir = "/var/lib/nexusflow"
 // dataFolder makes the folder of the embedded servers' data and returns its
 // absolute path without links, by which every later start knows it again.
 func dataFolder(cfg config) (string, error) {
-	dir := cfg.DataDir
-	if wd, err := os.Getwd(); !cfg.DataDirSet && err == nil && openToServerUser(wd) != nil {
-		dir = rootDataDir
-	}
-	dir, err := filepath.Abs(dir)
+	dir, err := filepath.Abs(chooseDataDir(cfg))
 	if err != nil {
 		return "", fmt.Errorf("find data folder: %w", err)
 	}
@@ -45,6 +41,15 @@ func dataFolder(cfg config) (string, error) {
 		return "", fmt.Errorf("make data folder: %w", err)
 	}
 	return dir, nil
+}
+
+// chooseDataDir returns DATA_DIR, or rootDataDir when it is not set and the
+// default would be out of the server user's reach.
+func chooseDataDir(cfg config) string {
+	if wd, err := os.Getwd(); !cfg.DataDirSet && err == nil && openToServerUser(wd) != nil {
+		return rootDataDir
+	}
+	return cfg.DataDir
 }
 
 // serverEnv is what a server sees of the environment: where programs and their

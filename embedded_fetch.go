@@ -57,7 +57,7 @@ func fetchedPostgres(data string) []string {
 	found, _ := filepath.Glob(filepath.Join(parent, "postgres-*-"+runtime.GOOS+"-"+runtime.GOARCH, "bin"))
 	usable := found[:0]
 	for _, bin := range found {
-		if checkPostgres(bin) == nil {
+		if usablePostgres(bin) == nil {
 			usable = append(usable, bin)
 		}
 	}
@@ -124,11 +124,11 @@ func fetchInto(ctx context.Context, log *slog.Logger, base, data string) (string
 	}
 	final := filepath.Join(parent, "postgres-"+fetchVersion+"-"+runtime.GOOS+"-"+runtime.GOARCH)
 	bin := filepath.Join(final, "bin")
-	if err := checkPostgres(filepath.Join(tree, "bin")); err != nil {
+	if err := usablePostgres(filepath.Join(tree, "bin")); err != nil {
 		return "", fmt.Errorf("unpack %s: %w", url, err)
 	}
 	// A program that fetched the same at the same time may have been faster.
-	if err := os.Rename(tree, final); err != nil && checkPostgres(bin) != nil {
+	if err := os.Rename(tree, final); err != nil && usablePostgres(bin) != nil {
 		return "", fmt.Errorf("keep fetched postgres: %w", err)
 	}
 	log.Info("postgres fetched", "version", fetchVersion, "path", final)

@@ -105,7 +105,7 @@ func TestFetchPostgres(t *testing.T) {
 		"sha1":   fmt.Sprintf("%x  postgres.jar\n", sha1.Sum(jar)),
 	} {
 		data := filepath.Join(temp, ext)
-		got, err := fetchPostgres(t.Context(), discard(), mirror(t, jar, ext, sum), data)
+		got, err := fetchPostgres(t.Context(), discardLog(), mirror(t, jar, ext, sum), data)
 		if err != nil {
 			t.Fatalf("with %s: %v", ext, err)
 		}
@@ -119,7 +119,7 @@ func TestFetchPostgres(t *testing.T) {
 
 	// What was fetched runs.
 	fetched := fetchedPostgres(filepath.Join(temp, "sha256"))[0]
-	p, err := startPostgres(t.Context(), discard(), config{DataDir: filepath.Join(temp, "data"), DataDirSet: true, EmbeddedPostgresBin: fetched})
+	p, err := startPostgres(t.Context(), discardLog(), config{DataDir: filepath.Join(temp, "data"), DataDirSet: true, EmbeddedPostgresBin: fetched})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -168,7 +168,7 @@ func TestFetchPostgresRefuses(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			data := serverTemp(t)
-			bin, err := fetchPostgres(t.Context(), discard(), test.url, data)
+			bin, err := fetchPostgres(t.Context(), discardLog(), test.url, data)
 			if err == nil {
 				t.Fatalf("fetchPostgres = %s, want an error", bin)
 			}
@@ -199,7 +199,7 @@ func TestFetchStall(t *testing.T) {
 	}))
 	t.Cleanup(s.Close)
 	t.Cleanup(func() { close(release) })
-	f := newFetcher(discard())
+	f := newFetcher(discardLog())
 	f.stall = 200 * time.Millisecond
 	if err := f.get(t.Context(), s.URL, io.Discard, 1<<20); err == nil || !strings.Contains(err.Error(), "nothing came for 200ms") {
 		t.Errorf("get = %v, want the stall named", err)

@@ -40,7 +40,7 @@ var postgresFolders = []string{
 // pg_config says, and the usual folders. The error is errNoPostgres when there is none.
 func findPostgres(explicit string) (string, error) {
 	if explicit != "" {
-		if err := checkPostgres(explicit); err != nil {
+		if err := usablePostgres(explicit); err != nil {
 			return "", fmt.Errorf("EMBEDDED_POSTGRES_BIN: %w", err)
 		}
 		return filepath.Abs(explicit)
@@ -73,16 +73,16 @@ func installedPostgres() []string {
 	}
 	usable := dirs[:0]
 	for _, dir := range dirs {
-		if abs, err := filepath.Abs(dir); err == nil && checkPostgres(abs) == nil && !slices.Contains(usable, abs) {
+		if abs, err := filepath.Abs(dir); err == nil && usablePostgres(abs) == nil && !slices.Contains(usable, abs) {
 			usable = append(usable, abs)
 		}
 	}
 	return usable
 }
 
-// checkPostgres reports why dir cannot be run from: a program is missing, or the
+// usablePostgres reports why dir cannot be run from: a program is missing, or the
 // user whom the servers run as cannot get there.
-func checkPostgres(dir string) error {
+func usablePostgres(dir string) error {
 	for _, name := range []string{"initdb", "postgres", "pg_ctl"} {
 		if _, err := exec.LookPath(filepath.Join(dir, name)); err != nil {
 			return err

@@ -225,6 +225,3 @@ func wantRows(t *testing.T, p *program, n int) {
 		t.Errorf("rows = %d, want %d", got, n)
 	}
 }
-
-// discard is a log that nobody reads.
-func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }

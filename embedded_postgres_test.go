@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -65,6 +66,39 @@ func TestEmbeddedPostgresAfterKillOfBoth(t *testing.T) {
 		}
 		p.kill(t)
 	}
+}
+
+// A process of the dead server that lives on still has its memory: PostgreSQL
+// refuses to start until it is gone, and so the start waits.
+func TestEmbeddedPostgresAwaitsOldProcesses(t *testing.T) {
+	t.Parallel()
+	needPostgres(t)
+	temp := serverTemp(t)
+	p := startProgram(t, "postgres", temp)
+	wantRows(t, p, 1)
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", p.server, p.server))
+	if err != nil || len(strings.Fields(string(text))) == 0 {
+		t.Skipf("this system does not list child processes: %v", err)
+	}
+	old, err := strconv.Atoi(strings.Fields(string(text))[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(old, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(p.server, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	p.kill(t)
+	began := time.Now()
+	release := time.AfterFunc(2*time.Second, func() { syscall.Kill(old, syscall.SIGCONT) })
+	defer release.Stop()
+	p = startProgram(t, "postgres", temp)
+	if took := time.Since(began); took < 2*time.Second {
+		t.Errorf("started after %v, while a process of the old server was there", took)
+	}
+	wantRows(t, p, 2)
 }
 
 func TestEmbeddedPostgresEndsProgram(t *testing.T) {
@@ -244,7 +278,7 @@ func TestEmbeddedPostgresInterruptedInit(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		_, err := startPostgres(ctx, discard(), cfg)
+		_, err := startPostgres(ctx, discardLog(), cfg)
 		done <- err
 	}()
 	eventually(t, "initdb at work", func() bool {
@@ -275,7 +309,7 @@ func TestStopIsBounded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c, err := startChild("deaf", exec.Command("sh", "-c", "trap '' INT QUIT TERM; echo deaf; while :; do read x </dev/null; done"), log)
+	c, err := startChild("deaf", exec.Command("sh", "-c", "trap '' INT QUIT TERM; echo deaf; while :; do sleep 0.2; done"), log)
 	if err != nil {
 		t.Fatal(err)
 	}
