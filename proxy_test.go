@@ -8,8 +8,6 @@ import (
 	"path/filepath"
 	"sync/atomic"
 	"testing"
-
-	"github.com/google/uuid"
 )
 
 // A swallower is a proxy before PostgreSQL that, when armed, passes one request on, waits for
@@ -93,13 +91,4 @@ func (p *swallower) serve(client, back net.Conn) {
 			return
 		}
 	}
-}
-
-func mustV7(t *testing.T) uuid.UUID {
-	t.Helper()
-	id, err := uuid.NewV7()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return id
 }
