@@ -134,6 +134,7 @@ func (l *link) let(w *wire, chunk []byte, request bool) bool {
 		return false
 	}
 	if request {
+		l.learn(chunk)
 		if l.lose != "" && l.isLost(chunk) {
 			l.lose, w.loseReply = "", true
 		}
@@ -151,12 +152,19 @@ var (
 	boundStatement  = regexp.MustCompile(`\x00(stmtcache_[0-9a-f]+)\x00`)
 )
 
-// isLost reports whether a request is of the kind whose reply is to be lost: a command of
-// Redis, or the execution of a prepared statement by its name in queries/.
-func (l *link) isLost(chunk []byte) bool {
+// learn notes under which name a statement is prepared.
+func (l *link) learn(chunk []byte) {
+	if !bytes.Contains(chunk, []byte("stmtcache_")) {
+		return
+	}
 	for _, m := range parsedStatement.FindAllSubmatch(chunk, -1) {
 		l.queryName[string(m[1])] = string(m[2])
 	}
+}
+
+// isLost reports whether a request is of the kind whose reply is to be lost: a command of
+// Redis, or the execution of a prepared statement by its name in queries/.
+func (l *link) isLost(chunk []byte) bool {
 	for _, m := range boundStatement.FindAllSubmatch(chunk, -1) {
 		if l.queryName[string(m[1])] == l.lose {
 			return true
