@@ -78,7 +78,6 @@ func TestFault03DeadGateway(t *testing.T) {
 	a, other := b.member("A"), b.member("B")
 	a.start()
 	a.rd.set(blackHole)
-	a.disturb()
 	go a.post(probeTask)
 	b.within(20*time.Second, "the row is there", func() bool { return b.number("SELECT count(*) FROM tasks") == 1 })
 	a.kill()

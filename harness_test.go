@@ -201,6 +201,7 @@ type instance struct {
 	proc      *serverProcess
 	addr      string
 	disturbed []stretch // when it was dead, stopped or cut off
+	troubles  int       // how many faults last, each of which may disturb it
 }
 
 // A stretch is a time in which something was wrong; end is zero while it lasts.
@@ -376,17 +377,17 @@ func (m *instance) stop() (time.Duration, int) {
 func (m *instance) disturb() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.disturbed = append(m.disturbed, stretch{begin: time.Now()})
+	if m.troubles++; m.troubles == 1 {
+		m.disturbed = append(m.disturbed, stretch{begin: time.Now()})
+	}
 }
 
 // calm ends what disturb began; a lease later the process must behave.
 func (m *instance) calm() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for i := range m.disturbed {
-		if m.disturbed[i].end.IsZero() {
-			m.disturbed[i].end = time.Now().Add(faultLease)
-		}
+	if m.troubles--; m.troubles == 0 {
+		m.disturbed[len(m.disturbed)-1].end = time.Now().Add(faultLease)
 	}
 }
 
