@@ -219,7 +219,7 @@ func (s *postgresServer) start(settings ...string) error {
 	args := []string{"-D", filepath.Join(s.dir, "data")}
 	for _, set := range append([]string{
 		"listen_addresses=", "unix_socket_directories=" + s.dir, "max_connections=300",
-		"fsync=off", "synchronous_commit=off", "full_page_writes=off", "shared_buffers=64MB", "max_wal_size=256MB", "log_checkpoints=off",
+		"dynamic_shared_memory_type=mmap", "fsync=off", "synchronous_commit=off", "full_page_writes=off", "shared_buffers=64MB", "max_wal_size=256MB", "log_checkpoints=off",
 	}, settings...) {
 		args = append(args, "-c", set)
 	}

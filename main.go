@@ -120,6 +120,9 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 		return err
 	}
 	defer pools.close()
+	if err := checkSchema(ctx, pools.api); err != nil {
+		return err
+	}
 	stream, err := openStream(log, cfg, cfg.RedisURL)
 	if err != nil {
 		return usageError{err}

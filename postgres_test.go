@@ -484,8 +484,8 @@ func TestServers(t *testing.T) {
 	if url := newRedisURL(t); url == "" {
 		t.Error("no URL")
 	}
-	if streamName(t) == streamName(t) {
-		t.Error("one stream name twice")
+	if a, b := streamName(t), streamName(t); a == b {
+		t.Errorf("stream name %s twice", a)
 	}
 	r := startRedisServer(t)
 	send := func(command string) string {
@@ -511,5 +511,10 @@ func TestServers(t *testing.T) {
 	}
 	if got := send("GET k"); got != "$-1" {
 		t.Errorf("GET after a restart: %s, want nothing", got)
+	}
+	send("SET k v")
+	r.restart(t)
+	if got := send("GET k"); got != "$-1" {
+		t.Errorf("GET after another restart: %s, want nothing", got)
 	}
 }
