@@ -437,4 +437,3 @@ func TestFaultLostReplies(t *testing.T) {
 	}
 	b.check()
 }
-

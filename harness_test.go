@@ -199,7 +199,6 @@ type instance struct {
 
 	mu        sync.Mutex
 	proc      *serverProcess
-	addr      string
 	disturbed []stretch // when it was dead, stopped or cut off
 	troubles  int       // how many faults last, each of which may disturb it
 }
@@ -227,15 +226,7 @@ func (b *bed) memberAt(name, host string, settings ...string) *instance {
 		env:  maps.Clone(b.env),
 		log:  new(instanceLog),
 	}
-	file := filepath.Join(b.t.TempDir(), name+".json")
-	content := fmt.Sprintf(`{
-		"probe": {"url": %q},
-		"other": {"url": %q}
-	}`, b.probe.url(name), b.probe.url(name))
-	if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
-		b.t.Fatal(err)
-	}
-	m.env["HANDLERS_FILE"] = file
+	m.handlers(fmt.Sprintf(`{"probe": {"url": %q}}`, b.probe.url(name)))
 	m.env["DATABASE_URL"] = "postgres://nexusflow@" + m.pg.addr + "/" + b.name + "?sslmode=disable"
 	m.env["REDIS_URL"] = "redis://" + m.rd.addr + "/0"
 	for i := 0; i < len(settings); i += 2 {
@@ -250,6 +241,16 @@ func (b *bed) memberAt(name, host string, settings ...string) *instance {
 		}
 	})
 	return m
+}
+
+// handlers writes the handlers file of the process' next start.
+func (m *instance) handlers(content string) {
+	m.bed.t.Helper()
+	file := filepath.Join(m.bed.t.TempDir(), m.name+".json")
+	if err := os.WriteFile(file, []byte(content), 0o644); err != nil {
+		m.bed.t.Fatal(err)
+	}
+	m.env["HANDLERS_FILE"] = file
 }
 
 // started makes processes and returns when they are ready.

@@ -240,9 +240,9 @@ var onRedis = []fault{
 		s.redis.ConfigSet(context.WithoutCancel(ctx), "maxmemory", "0")
 	}},
 	{"redis read-only", func(s *soak, _ *instance, rng *rand.Rand, ctx context.Context) {
-		s.redis.SlaveOf(ctx, "127.0.0.1", "1")
+		s.redis.Do(ctx, "REPLICAOF", "127.0.0.1", "1")
 		between(ctx, rng, 500, 6000)
-		s.redis.SlaveOf(context.WithoutCancel(ctx), "NO", "ONE")
+		s.redis.Do(context.WithoutCancel(ctx), "REPLICAOF", "NO", "ONE")
 	}},
 	{"copies", func(s *soak, _ *instance, rng *rand.Rand, ctx context.Context) {
 		s.mu.Lock()
