@@ -68,14 +68,14 @@ func (c *command) run(ctx context.Context, t task) (any, error) {
 	switch cause := context.Cause(ctx); {
 	case e.interrupted && cause != errOutputTooLarge:
 		return nil, cause
-	case len(e.stdout) > maxResultBytes:
+	case len(e.output) > maxResultBytes:
 		return nil, permanent(errOutputTooLarge)
 	case err != nil:
 		return nil, fmt.Errorf("wait for %s: %w", c.argv[0], err)
 	case !state.Success():
-		return nil, exitError(state, e.stderr.buf)
+		return nil, exitError(state, e.tail.buf)
 	}
-	return resultOf(e.stdout), nil
+	return resultOf(e.output), nil
 }
 
 // start starts the program. Nothing is left of it when that fails.
@@ -93,9 +93,9 @@ func (c *command) start(t task) (*execution, error) {
 	cmd.SysProcAttr = commandAttr()
 	e := &execution{exited: make(chan struct{}), drained: make(chan struct{})}
 	var errs [3]error
-	e.in, errs[0] = cmd.StdinPipe()
-	e.out, errs[1] = cmd.StdoutPipe()
-	e.err, errs[2] = cmd.StderrPipe()
+	e.stdinPipe, errs[0] = cmd.StdinPipe()
+	e.stdoutPipe, errs[1] = cmd.StdoutPipe()
+	e.stderrPipe, errs[2] = cmd.StderrPipe()
 	if err := errors.Join(errs[:]...); err != nil {
 		e.closePipes()
 		return nil, fmt.Errorf("start %s: %w", c.argv[0], err) // the collector closes the far ends
@@ -107,15 +107,15 @@ func (c *command) start(t task) (*execution, error) {
 	return e, nil
 }
 
-// An execution is one running command. Its exec.Cmd is not waited for: Wait would close the
-// pipes at the exit, or be held up by whoever else has them open.
+// An execution is one running command. Its exec.Cmd is not waited for: Wait closes the
+// pipes when the program exits, and what was not read by then is lost.
 type execution struct {
-	process *os.Process
-	in      io.WriteCloser
-	out     io.ReadCloser
-	err     io.ReadCloser
-	stdout  []byte // complete when drained is closed
-	stderr  tailBuffer
+	process    *os.Process
+	stdinPipe  io.WriteCloser
+	stdoutPipe io.ReadCloser
+	stderrPipe io.ReadCloser
+	output     []byte     // of stdout; complete when drained is closed
+	tail       tailBuffer // of stderr
 
 	exited      chan struct{} // the program has ended, and may be waited for
 	drained     chan struct{} // all three streams have ended
@@ -127,16 +127,16 @@ type execution struct {
 func (e *execution) stream(payload []byte, cancel context.CancelCauseFunc) {
 	var streams sync.WaitGroup
 	streams.Go(func() {
-		e.in.Write(payload) // a program that does not read its input may be right
-		e.in.Close()
+		e.stdinPipe.Write(payload) // a program that does not read its input may be right
+		e.stdinPipe.Close()
 	})
 	streams.Go(func() {
-		e.stdout, _ = io.ReadAll(io.LimitReader(e.out, maxResultBytes+1))
-		if len(e.stdout) > maxResultBytes {
+		e.output, _ = io.ReadAll(io.LimitReader(e.stdoutPipe, maxResultBytes+1))
+		if len(e.output) > maxResultBytes {
 			cancel(errOutputTooLarge)
 		}
 	})
-	streams.Go(func() { io.Copy(&e.stderr, e.err) })
+	streams.Go(func() { io.Copy(&e.tail, e.stderrPipe) })
 	go func() {
 		streams.Wait()
 		close(e.drained)
@@ -153,7 +153,11 @@ func (e *execution) wait(ctx context.Context) (*os.ProcessState, error) {
 		stopper.Wait()
 		e.signal(syscall.SIGKILL)
 	})
-	late := time.AfterFunc(pipeGrace, e.closePipes)
+	grace := pipeGrace
+	if e.interrupted {
+		grace = 0 // nobody wants the output any more
+	}
+	late := time.AfterFunc(grace, e.closePipes)
 	<-e.drained
 	late.Stop()
 	e.closePipes()
@@ -172,11 +176,11 @@ func (e *execution) stopAtEnd(ctx context.Context) {
 	}
 	e.interrupted = true
 	grace := termGrace
-	switch cause := context.Cause(ctx); cause {
-	case errOutputTooLarge:
+	switch cause := context.Cause(ctx); {
+	case errors.Is(cause, errOutputTooLarge):
 		e.signal(syscall.SIGKILL)
 		return
-	case errShutdown, errLeaseLost, errTrustEnded:
+	case errors.Is(cause, errShutdown), errors.Is(cause, errLeaseLost), errors.Is(cause, errTrustEnded):
 		grace = urgentGrace
 	}
 	e.signal(syscall.SIGTERM)
@@ -196,7 +200,7 @@ func (e *execution) stopAtEnd(ctx context.Context) {
 func (e *execution) signal(sig syscall.Signal) { syscall.Kill(-e.process.Pid, sig) }
 
 func (e *execution) closePipes() {
-	for _, c := range []io.Closer{e.in, e.out, e.err} {
+	for _, c := range []io.Closer{e.stdinPipe, e.stdoutPipe, e.stderrPipe} {
 		if c != nil {
 			c.Close()
 		}

@@ -12,8 +12,8 @@ func commandAttr() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 }
 
-// waitCommand waits for p and calls ended when it has exited, while it is still a zombie: until
-// it is reaped its process id, which is the id of its group too, cannot belong
+// waitCommand waits for p and calls ended when it has exited but is still a zombie. Until
+// it is reaped, its process id, which is the id of its group too, cannot be given
 // to anybody else, and so ended may signal the group.
 func waitCommand(p *os.Process, ended func()) (*os.ProcessState, error) {
 	const idIsPID = 1 // P_PID

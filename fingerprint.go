@@ -21,11 +21,9 @@ const fingerprintVersion = "nexusflow request 1\n"
 // canonical form. All but the payload, which comes last, have their length in
 // front, so that no two requests hash the same bytes.
 func (r *submitReader) fingerprint(name, payload string) [32]byte {
-	// Room on the stack for small requests.
-	var text [1 << 10]byte
-	var scratch [512]byte
-	var members [16]canonicalMember
-	buf := frame(append(text[:0], fingerprintVersion...), memberNames[memberName], name)
+	// The canonical form is rarely longer than the text it is of.
+	buf := make([]byte, 0, 256+len(name)+len(payload))
+	buf = frame(append(buf, fingerprintVersion...), memberNames[memberName], name)
 	for i := memberMaxRetries; i < memberCount; i++ {
 		if m := &r.members[i]; m.text != "" {
 			value := m.text
@@ -35,7 +33,7 @@ func (r *submitReader) fingerprint(name, payload string) [32]byte {
 			buf = frame(buf, memberNames[i], value)
 		}
 	}
-	c := canonicalizer{buf: buf, members: members[:0], scratch: scratch[:0]}
+	c := canonicalizer{buf: buf, members: make([]canonicalMember, 0, 16)}
 	c.value(payload)
 	return sha256.Sum256(c.buf)
 }
@@ -124,7 +122,7 @@ func (c *canonicalizer) sort(members []canonicalMember, base int) {
 	slices.SortFunc(members, func(a, b canonicalMember) int {
 		return cmp.Or(c.compare(a, b), cmp.Compare(a.start, b.start))
 	})
-	c.scratch = c.scratch[:0]
+	c.scratch = slices.Grow(c.scratch[:0], len(c.buf)-base)
 	for i, m := range members {
 		if i+1 < len(members) && c.compare(m, members[i+1]) == 0 {
 			continue

@@ -37,6 +37,7 @@ var (
 
 func TestMain(m *testing.M) {
 	execHelperMain()
+	embeddedHelperMain()
 	removeLeftovers()
 	code := m.Run()
 	atExitLock.Lock()

@@ -71,11 +71,13 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		mux:         http.NewServeMux(),
 		intake:      newIntake(log, p, h),
 	}
-	s.mux.HandleFunc("POST /tasks", s.submit)
-	s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
-		http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
-	})
-	s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
+		s.mux.HandleFunc("POST /tasks", s.submit)
+		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
+			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
+		})
+		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)
 	s.mux.HandleFunc("GET /livez", s.health)

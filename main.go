@@ -75,7 +75,7 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 		return usageError{err}
 	}
 	for _, w := range warnings {
-		log.Warn(w)
+		log.Warn("doubtful setting", "cause", w)
 	}
 	log.Info("nexusflow starting", "version", version(), "gateway", cfg.Gateway, "worker", cfg.Worker, "worker_name", cfg.ConsumerName)
 
@@ -148,16 +148,15 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 		})
 	}
 
+	drained := func(time.Time) {}
+	if cfg.Worker {
+		drained = startWorker(ctx, g, loop, log, cfg, p, s, h)
+	}
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
 	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
 	loop("submitter", srv.run)
-
-	drained := func(time.Time) {}
-	if cfg.Worker {
-		drained = startWorker(ctx, g, loop, log, cfg, p, s, h)
-	}
 
 	hs := srv.httpServer()
 	g.Go(func() error {
@@ -261,13 +260,16 @@ func healthcheck(ctx context.Context, addr string) error {
 	if addr == "" {
 		addr = "127.0.0.1:8000"
 	}
-	_, port, err := net.SplitHostPort(addr)
+	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
 		return usageError{fmt.Errorf("read HTTP_ADDR: %w", err)}
 	}
+	if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() {
+		host = "localhost"
+	}
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+net.JoinHostPort("localhost", port)+"/livez", nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+net.JoinHostPort(host, port)+"/livez", nil)
 	if err != nil {
 		return err
 	}

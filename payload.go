@@ -37,7 +37,7 @@ func checkStorable(doc []byte) error {
 	if len(doc) > maxResultBytes {
 		return fmt.Errorf("larger than %d bytes", maxResultBytes)
 	}
-	s := newScanner(string(doc))
+	s := scanner{src: string(doc)}
 	if !s.value() || !s.end() {
 		return s.err
 	}
@@ -53,7 +53,7 @@ type facts struct {
 	nul       bool // \u0000: PostgreSQL refuses it (22P05)
 	surrogate bool // half a surrogate pair: refused too (22P02); Go would turn it into U+FFFD
 	exponent  bool // an exponent beyond maxExponent
-	literal   bool // a number beyond maxLiteralLen
+	long      bool // a number beyond maxLiteralLen
 	depth     int  // deepest nesting
 	exponents int  // sum of the absolute exponents, each counted up to maxExponent+1
 }
@@ -73,7 +73,7 @@ func (f *facts) unstorable(size int) (reasons []string) {
 	if f.exponent {
 		reasons = append(reasons, fmt.Sprintf("a number's exponent is not within %d and %d", -maxExponent, maxExponent))
 	}
-	if f.literal {
+	if f.long {
 		reasons = append(reasons, fmt.Sprintf("a number is longer than %d characters", maxLiteralLen))
 	}
 	if f.exponents > 0 && size+f.exponents > maxExpandedLen {
@@ -83,20 +83,16 @@ func (f *facts) unstorable(size int) (reasons []string) {
 }
 
 // A scanner checks JSON text in one pass and takes note of what cannot be stored. It keeps
-// one bit for each open object or array instead of recursing, so nesting costs neither
-// stack nor trust: of a text nested a million deep it still knows whether it is well formed.
+// one bit for each open object or array instead of recursing, so that a text nested a
+// million deep costs 128 KiB at most, and is still told from one that is not well formed.
 type scanner struct {
 	src  string
 	pos  int          // the next byte to read
-	open []uint64     // bit d%64 of word d/64 is set if level d is an object
 	err  *syntaxError // why the last call returned false
 	name string       // of the member read last, between its quotes
+	open [2]uint64    // bit d%64 of word d/64 is set if level d is an object
+	more []uint64     // the same for the levels that open has no room for
 	facts
-}
-
-// newScanner returns a scanner at the start of src.
-func newScanner(src string) scanner {
-	return scanner{src: src, open: make([]uint64, 2)}
 }
 
 // value reads one value with what it contains, and collects its facts anew. The text of
@@ -131,12 +127,12 @@ values:
 				continue values
 			}
 		default:
-			if !s.word(c) {
+			if !s.literal(c) {
 				return false
 			}
 		}
 		for ; depth > 0; depth-- {
-			c, object := s.next(), s.open[(depth-1)/64]>>((depth-1)%64)&1 == 1
+			c, object := s.next(), *s.word(depth - 1)>>((depth-1)%64)&1 == 1
 			switch {
 			case c == ',':
 				s.pos++
@@ -158,12 +154,20 @@ values:
 // push steps into the object (kind 1) or array (kind 0) at pos, as level depth.
 func (s *scanner) push(depth int, kind uint64) {
 	s.pos++
-	if depth/64 == len(s.open) {
-		s.open = append(s.open, 0)
+	if depth/64 == len(s.open)+len(s.more) {
+		s.more = append(s.more, 0)
 	}
-	w := &s.open[depth/64]
+	w := s.word(depth)
 	*w = *w&^(1<<(depth%64)) | kind<<(depth%64)
 	s.depth = max(s.depth, depth+1)
+}
+
+// word returns the word that has the bit of level depth.
+func (s *scanner) word(depth int) *uint64 {
+	if i := depth / 64; i >= len(s.open) {
+		return &s.more[i-len(s.open)]
+	}
+	return &s.open[depth/64]
 }
 
 // member reads the name of a member and the colon after it.
@@ -250,7 +254,7 @@ func (s *scanner) number() bool {
 		s.exponent = s.exponent || exponent > maxExponent
 		s.exponents += exponent
 	}
-	s.literal = s.literal || s.pos-start > maxLiteralLen
+	s.long = s.long || s.pos-start > maxLiteralLen
 	return true
 }
 
@@ -266,8 +270,8 @@ func (s *scanner) digits() bool {
 	return true
 }
 
-// word reads true, false or null; c is the byte at pos.
-func (s *scanner) word(c byte) bool {
+// literal reads true, false or null; c is the byte at pos.
+func (s *scanner) literal(c byte) bool {
 	want := ""
 	switch c {
 	case 't':

@@ -1,12 +1,20 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"iter"
+	"maps"
+	"math/big"
 	"math/rand/v2"
+	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
 )
 
 // storableDocs are documents that must be kept; each can be cast to jsonb and read back.
@@ -158,36 +166,43 @@ func TestCheckStorable(t *testing.T) {
 	}
 }
 
-// TestSyntaxAgreesWithEncodingJSON compares the scanner's verdict with json.Valid on
-// texts one to three edits away from valid ones. The two must differ only where
-// encoding/json looks away: it lets invalid UTF-8 pass, and it refuses 10,000 levels.
-func TestSyntaxAgreesWithEncodingJSON(t *testing.T) {
+// mutated yields n texts one to three edits away from the documents above.
+func mutated(n int) iter.Seq[string] {
 	var seeds []string
-	for _, doc := range storableDocs {
-		if len(doc) < 2000 {
-			seeds = append(seeds, doc)
-		}
+	for _, name := range slices.Sorted(maps.Keys(storableDocs)) {
+		seeds = append(seeds, storableDocs[name])
 	}
 	for _, tt := range refusedDocs {
-		if len(tt.doc) < 2000 {
-			seeds = append(seeds, tt.doc)
-		}
+		seeds = append(seeds, tt.doc)
 	}
 	for _, tt := range brokenDocs {
-		if len(tt.doc) < 2000 {
-			seeds = append(seeds, tt.doc)
+		seeds = append(seeds, tt.doc)
+	}
+	seeds = slices.DeleteFunc(seeds, func(doc string) bool { return len(doc) > 2000 })
+	edits := []string{"", "{", "}", "[", "]", ",", ":", `"`, `\`, `\u`, "d83d", "0", "1", "-", "+", ".", "e", "E", "t", "true", "null",
+		" ", "\n", "\x00", "\x1f", "\x7f", "\x80", "\xff", "é", "😀", "/", "a"}
+	return func(yield func(string) bool) {
+		rng := rand.New(rand.NewPCG(1, 2))
+		for range n {
+			doc := seeds[rng.IntN(len(seeds))]
+			for range 1 + rng.IntN(3) {
+				i := rng.IntN(len(doc) + 1)
+				j := min(i+rng.IntN(3), len(doc))
+				doc = doc[:i] + edits[rng.IntN(len(edits))] + doc[j:]
+			}
+			if !yield(doc) {
+				return
+			}
 		}
 	}
-	alphabet := []string{"{", "}", "[", "]", ",", ":", `"`, `\`, `\u`, "d83d", "0", "1", "-", "+", ".", "e", "E", "t", "true", "null", " ", "\n", "\x00", "\x1f", "\x7f", "\x80", "\xff", "é", "😀", "/", "a"}
-	rng := rand.New(rand.NewPCG(1, 2))
+}
+
+// TestSyntaxAgreesWithEncodingJSON compares the scanner's verdict with json.Valid. The two
+// must differ only where encoding/json looks away: it lets invalid UTF-8 pass, and it
+// refuses more than 10,000 levels.
+func TestSyntaxAgreesWithEncodingJSON(t *testing.T) {
 	valid := 0
-	for range 200_000 {
-		doc := seeds[rng.IntN(len(seeds))]
-		for range 1 + rng.IntN(3) {
-			i := rng.IntN(len(doc) + 1)
-			j := min(i+rng.IntN(3), len(doc))
-			doc = doc[:i] + alphabet[rng.IntN(len(alphabet))] + doc[j:]
-		}
+	for doc := range mutated(200_000) {
 		want := json.Valid([]byte(doc)) && utf8.ValidString(doc)
 		if want {
 			valid++
@@ -196,15 +211,72 @@ func TestSyntaxAgreesWithEncodingJSON(t *testing.T) {
 			t.Fatalf("%q: JSON = %v, want %v", doc, got, want)
 		}
 	}
-	if valid < 1000 {
+	if valid < 10_000 {
 		t.Errorf("%d of the texts are valid: too few to tell anything", valid)
 	}
 }
 
 // looksJSON is the scanner's verdict on syntax alone.
 func looksJSON(doc string) bool {
-	s := newScanner(doc)
+	s := scanner{src: doc}
 	return s.value() && s.end()
+}
+
+// TestStorableInPostgres has PostgreSQL store and show again what was found storable: no
+// error, the same value, and no more text than promised.
+func TestStorableInPostgres(t *testing.T) {
+	t.Parallel()
+	docs := slices.Collect(maps.Values(storableDocs))
+	for doc := range mutated(20_000) {
+		if checkStorable([]byte(doc)) == nil {
+			docs = append(docs, doc)
+		}
+	}
+	conn, err := pgx.Connect(t.Context(), newDatabase(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close(context.Background()) })
+	for batch := range slices.Chunk(docs, 500) {
+		rows, err := conn.Query(t.Context(), "SELECT d::jsonb::text FROM unnest($1::text[]) WITH ORDINALITY AS u (d, n) ORDER BY n", batch)
+		if err != nil {
+			t.Fatal(err)
+		}
+		shown, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil {
+			t.Fatalf("store a batch: %v", err)
+		}
+		for i, got := range shown {
+			if !reflect.DeepEqual(exact(decode(t, got)), exact(decode(t, batch[i]))) {
+				t.Errorf("%.200q came back as %.200q", batch[i], got)
+			}
+			// jsonb prints a space after each comma and colon.
+			if most := maxExpandedLen + len(batch[i]); len(got) > most {
+				t.Errorf("%.200q came back as %d bytes, want at most %d", batch[i], len(got), most)
+			}
+		}
+	}
+}
+
+// exact replaces the numbers in v by what they stand for, so that 1e2 equals 100.
+func exact(v any) any {
+	switch v := v.(type) {
+	case json.Number:
+		n, ok := new(big.Rat).SetString(v.String())
+		if !ok {
+			panic("not a number: " + v.String())
+		}
+		return n.RatString()
+	case []any:
+		for i := range v {
+			v[i] = exact(v[i])
+		}
+	case map[string]any:
+		for name := range v {
+			v[name] = exact(v[name])
+		}
+	}
+	return v
 }
 
 // TestSkipPlain tries every byte at every place of a word, after it and before it.

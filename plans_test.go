@@ -28,6 +28,9 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 	const payload = `{"n": 12345678901234567890.10, "quote": "it's \"so\" \\ $1", "größe": "☃ 😀"}`
 	key := uuid.NewString() + " 'key' \\"
 	id := uuid.New()
+	id[15] |= 1
+	before := id
+	before[15]--
 	ids := []uuid.UUID{id}
 	expect := func(what string, rows int, err error) error {
 		if err == nil && rows != 1 {
@@ -62,6 +65,7 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			return expect("TasksByKey", len(rows), err)
 		},
 		func() error { rows, err := q.TasksByID(ctx, ids); return expect("TasksByID", len(rows), err) },
+		func() error { _, err := q.BacklogAge(ctx); return expect("BacklogAge", 1, err) },
 		func() error {
 			queues, err := q.OverdueQueues(ctx, -1)
 			return expect("OverdueQueues", len(slices.DeleteFunc(queues, func(queue string) bool { return queue != "plans" })), err)
@@ -133,6 +137,13 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 				err = fmt.Errorf("got %+v", got)
 			}
 			return expect("GetTask", 1, err)
+		},
+		func() error {
+			got, err := q.DeleteFinished(ctx, db.DeleteFinishedParams{AfterID: before, MaxRows: 1, AgeMS: -1000})
+			if err == nil && got.LastID != id {
+				err = fmt.Errorf("last id %s, want %s", got.LastID, id)
+			}
+			return expect("DeleteFinished", int(got.Deleted), err)
 		},
 		func() error { _, err := q.HasKeyIndex(ctx); return err },
 		func() error { _, err := q.TryLock(ctx, 1); return err },

@@ -2,14 +2,13 @@ package main
 
 import (
 	"context"
+	"database/sql"
+	"embed"
 	"errors"
 	"fmt"
-	"io"
+	"io/fs"
 	"log/slog"
-	"net"
-	"net/url"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -17,9 +16,17 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+	"github.com/pressly/goose/v3"
+	"github.com/pressly/goose/v3/database"
+
+	"nexusflow/db"
 )
 
 //go:generate go tool -modfile=tools/go.mod sqlc generate
+
+//go:embed migrations/*.sql
+var migrationFiles embed.FS
 
 const (
 	// statementTimeout is the longest a statement of the service may run, and so also how
@@ -45,8 +52,10 @@ type pools struct {
 // server nothing: an error means that dsn is malformed, and never shows the password.
 // lease is how long a claim lasts; waiting for a lock may cost a tenth of it.
 //
-// The limits travel as start-up parameters, which a dsn may set to other values.
-// PgBouncer refuses those it does not know unless ignore_startup_parameters lists them.
+// Callers bound each statement with their context, for statement_timeout is of no use
+// when the network swallows the answer. The limits travel as start-up parameters, which
+// a dsn may set to other values; PgBouncer refuses those that it is not told to
+// ignore (ignore_startup_parameters).
 func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, error) {
 	patience := min(2*time.Second, lease/10)
 	var p pools
@@ -100,21 +109,18 @@ func (p *pools) close() {
 
 // poolConfig reads dsn and reports whether it sizes the pool (pool_max_conns).
 func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
-	if strings.HasPrefix(dsn, "postgres://") || strings.HasPrefix(dsn, "postgresql://") {
-		// The text of a URL error quotes the URL, and a bare # in a password makes what
-		// stands before it the name of the host.
-		if u, err := url.Parse(dsn); err != nil || u.Fragment != "" {
-			return nil, false, errors.New("parse database URL: special characters in user and password must be percent-encoded")
-		}
+	// Once it has passed this check pgx reads it too; what pgx says could quote it.
+	if err := checkDatabaseURL(dsn); err != nil {
+		return nil, false, fmt.Errorf("read database URL: %w", err)
 	}
 	one, err := pgx.ParseConfig(dsn)
 	if err != nil {
-		return nil, false, dsnError(err)
+		return nil, false, err
 	}
 	_, sized = one.RuntimeParams["pool_max_conns"]
 	c, err = pgxpool.ParseConfig(dsn)
 	if err != nil {
-		return nil, false, dsnError(err)
+		return nil, false, err
 	}
 	if c.ConnConfig.ConnectTimeout == 0 {
 		// Several hosts share the time, so that a dead first one does not use it up.
@@ -143,13 +149,6 @@ func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
 		return closeFatal(conn, e) && e.Code != readOnly && e.Code != stalePlan
 	}
 	return c, sized, nil
-}
-
-// dsnError keeps the reason of a parse error and drops the connection string it
-// quotes: masking a password in malformed text can only be guesswork.
-func dsnError(err error) error {
-	text := err.Error()
-	return errors.New("parse database DSN: " + text[strings.LastIndex(text, "`: ")+3:])
 }
 
 func setDefault(params map[string]string, name, value string) {
@@ -204,7 +203,7 @@ func waitForPostgres(ctx context.Context, log *slog.Logger, dsn string, attempts
 	}
 }
 
-// ping makes one connection and one round trip, in connectTimeout at most.
+// ping makes one connection and one round trip, in the time that connecting may take.
 func ping(ctx context.Context, c *pgx.ConnConfig) error {
 	ctx, cancel := context.WithTimeout(ctx, max(connectTimeout, c.ConnectTimeout))
 	defer cancel()
@@ -216,71 +215,135 @@ func ping(ctx context.Context, c *pgx.ConnConfig) error {
 	return conn.Ping(ctx)
 }
 
-// The SQLSTATEs that are told apart by name.
-const (
-	readOnly  = "25006"
-	stalePlan = "0A000"
-)
+// migrationLockTimeout is how long a migration may queue for a table that is in use.
+// Whoever needs the table afterwards queues behind it, so it stays short.
+const migrationLockTimeout = 3 * time.Second
 
-// sqlState returns the SQLSTATE of an error that PostgreSQL reported, else "".
-func sqlState(err error) string {
-	if e, ok := errors.AsType[*pgconn.PgError](err); ok {
-		return e.Code
+// migrate brings the schema up to this program's version, creating or adopting tables as
+// needed. Any number of processes may call it at once: a session lock lets one at a
+// time work, which needs a direct connection, not a transaction pooler. A table
+// in use is tried again until ctx ends. A newer schema is left alone: later versions only add.
+func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
+	c, _, err := poolConfig(dsn)
+	if err != nil {
+		return err
 	}
-	return ""
-}
-
-// badData reports whether a statement was refused for its values (classes 22 data, 23
-// constraint, 54 limit): repeated with the same values it fails for ever.
-func badData(err error) bool {
-	switch class(sqlState(err)) {
-	case "22", "23", "54":
-		return true
+	c.ConnConfig.RuntimeParams["statement_timeout"] = "0"
+	c.ConnConfig.RuntimeParams["lock_timeout"] = milliseconds(migrationLockTimeout)
+	handle := stdlib.OpenDB(*c.ConnConfig)
+	defer handle.Close()
+	p, err := newMigrator(handle, goose.WithSessionLocker(migrationLock{log}))
+	if err != nil {
+		return fmt.Errorf("migrate: %w", err)
 	}
-	return false
-}
-
-// storeAway reports whether PostgreSQL cannot serve now and the same statement may
-// succeed later. Whether it took effect is unknown when the connection broke. An end of
-// the caller's own context is no fault of the store, unless it is a deadline.
-func storeAway(err error) bool {
-	if err == nil || errors.Is(err, context.Canceled) {
-		return false
-	}
-	switch state := sqlState(err); state {
-	case "":
-	case readOnly, stalePlan,
-		"25P03",          // idle in transaction too long: the process was stopped
-		"3D000",          // database missing, as while it is restored
-		"40001", "40P01", // serialization, deadlock
-		"55P03": // lock_timeout
-		return true
-	default:
-		switch class(state) {
-		case "08", // connection
-			"28", // password
-			"53", // disk, memory, connections used up
-			"57", // shut down, starting up, statement_timeout
-			"58": // I/O
-			return true
+	for {
+		done, err := p.Up(ctx)
+		if partial, ok := errors.AsType[*goose.PartialError](err); ok {
+			done = partial.Applied
 		}
-		return false
-	}
-	if _, ok := errors.AsType[net.Error](err); ok {
-		return true
-	}
-	if _, ok := errors.AsType[*pgconn.ConnectError](err); ok {
-		return true
-	}
-	for _, target := range []error{context.DeadlineExceeded, io.EOF, io.ErrUnexpectedEOF, net.ErrClosed, pgconn.ErrConnClosed} {
-		if errors.Is(err, target) {
-			return true
+		for _, r := range done {
+			log.Info("migration applied", "version", r.Source.Version, "took_ms", r.Duration.Milliseconds())
+		}
+		if err == nil {
+			break
+		}
+		if sqlState(err) != "55P03" {
+			return fmt.Errorf("migrate: %w", err)
+		}
+		log.Warn("migration waits for a table that is in use", "err", err)
+		if !sleep(ctx, time.Second) {
+			return context.Cause(ctx)
 		}
 	}
-	return pgconn.SafeToRetry(err) || pgconn.Timeout(err)
+	have, err := p.GetDBVersion(ctx)
+	if err != nil {
+		return fmt.Errorf("migrate: read version: %w", err)
+	}
+	if want := latestVersion(p); have > want {
+		log.Warn("schema is newer than this program", "version", have, "want", want)
+	}
+	return nil
 }
 
-// class returns the first two characters of a SQLSTATE.
-func class(state string) string {
-	return state[:min(2, len(state))]
+func newMigrator(handle *sql.DB, options ...goose.ProviderOption) (*goose.Provider, error) {
+	files, err := fs.Sub(migrationFiles, "migrations")
+	if err != nil {
+		return nil, err
+	}
+	return goose.NewProvider(goose.DialectPostgres, handle, files, append(options, goose.WithSlog(slog.New(slog.DiscardHandler)))...)
+}
+
+func latestVersion(p *goose.Provider) int64 {
+	sources := p.ListSources()
+	return sources[len(sources)-1].Version
+}
+
+// migrationLock is the session lock under which goose works. It polls: a session that
+// waits inside PostgreSQL holds a snapshot, for which CREATE INDEX CONCURRENTLY in the
+// holder would wait in turn. goose's own locker polls every five seconds.
+type migrationLock struct{ log *slog.Logger }
+
+// migrationLockID is "nexusflo" in ASCII.
+const migrationLockID = 0x6e65787573666c6f
+
+func (l migrationLock) SessionLock(ctx context.Context, conn *sql.Conn) error {
+	for n := 0; ; n++ {
+		ok, err := onConn(conn, func(q *db.Queries) (bool, error) { return q.TryLock(ctx, migrationLockID) })
+		if err != nil || ok {
+			return err
+		}
+		if n == 0 {
+			l.log.Info("waiting for another process to migrate")
+		}
+		if !sleep(ctx, 100*time.Millisecond) {
+			return context.Cause(ctx)
+		}
+	}
+}
+
+func (l migrationLock) SessionUnlock(ctx context.Context, conn *sql.Conn) error {
+	_, err := onConn(conn, func(q *db.Queries) (bool, error) { return q.Unlock(ctx, migrationLockID) })
+	return err
+}
+
+// onConn asks one of our queries on the connection that goose works with.
+func onConn(conn *sql.Conn, ask func(*db.Queries) (bool, error)) (ok bool, err error) {
+	err = conn.Raw(func(driver any) error {
+		ok, err = ask(db.New(driver.(*stdlib.Conn).Conn()))
+		return err
+	})
+	return ok, err
+}
+
+// checkSchema returns nil when the schema is complete and at least as new as this
+// program. It changes nothing and costs two small reads.
+func checkSchema(ctx context.Context, pool *pgxpool.Pool) error {
+	unique, err := db.New(pool).HasKeyIndex(ctx)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	if !unique {
+		return errors.New("check schema: no tasks table with unique idempotency keys: run goose up")
+	}
+	handle := stdlib.OpenDBFromPool(pool)
+	defer handle.Close()
+	p, err := newMigrator(handle)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	store, err := database.NewStore(database.DialectPostgres, goose.DefaultTablename)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	have, err := store.GetLatestVersion(ctx, handle)
+	if sqlState(err) == "42P01" || errors.Is(err, database.ErrVersionNotFound) {
+		return errors.New("check schema: no record of migrations: run goose up")
+	}
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	if want := latestVersion(p); have < want {
+		return fmt.Errorf("check schema: version %d is older than %d, which this program needs: run goose up", have, want)
+	}
+	return nil
 }

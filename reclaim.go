@@ -38,12 +38,15 @@ func newAccess(log *slog.Logger, heartbeat time.Duration) *access {
 	return &access{log: log, gap: heartbeat, since: now, last: now}
 }
 
-// note records how a statement went.
+// note records how a statement went. One that lost out to other statements says that
+// PostgreSQL is there, but also that leases may not have been renewed.
 func (a *access) note(err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	now := time.Now()
 	switch {
+	case crowdedOut(err):
+		a.since = now
 	case err != nil && !a.away:
 		a.away = true
 		a.log.Warn("postgres away; results are kept until it is back", "err", err)
@@ -57,6 +60,16 @@ func (a *access) note(err error) {
 	if err == nil {
 		a.last = now
 	}
+}
+
+// crowdedOut reports whether a statement failed because of others: on a lock it waited
+// for too long, or in a deadlock.
+func crowdedOut(err error) bool {
+	switch sqlState(err) {
+	case "40001", "40P01", lockTimedOut:
+		return true
+	}
+	return false
 }
 
 // unbroken reports whether PostgreSQL has answered for at least d without a break.

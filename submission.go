@@ -133,7 +133,7 @@ func parseSubmission(body []byte, headerKey keyHeader, lim limits) (submission, 
 // scan divides the body into its members. Its error is a *syntaxError, or fieldErrors if
 // the body is no object.
 func (r *submitReader) scan(body string) error {
-	s := newScanner(body)
+	s := scanner{src: body}
 	if s.next() != '{' {
 		if !s.value() || !s.end() {
 			return s.err

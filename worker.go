@@ -136,6 +136,10 @@ func (w *worker) release(n int) {
 // here, and reading with them. When ctx ends first they are given back.
 func (w *worker) take(ctx context.Context, messages []message) {
 	w.enter(messages)
+	if ctx.Err() != nil { // delivered while the shutdown began
+		w.giveBack(messages)
+		return
+	}
 	byTask := make(map[uuid.UUID]message, len(messages))
 	ids := make([]uuid.UUID, 0, len(messages))
 	for _, m := range messages {

@@ -16,8 +16,7 @@ SELECT EXISTS (
 )::bool AS present
 `
 
-// HasKeyIndex tells whether idempotency keys are unique in this database: the task table is there, and so
-// is a usable index.
+// HasKeyIndex tells whether the task table is there with a usable unique index on its idempotency keys.
 func (q *Queries) HasKeyIndex(ctx context.Context) (bool, error) {
 	row := q.db.QueryRow(ctx, hasKeyIndex)
 	var present bool

@@ -7,8 +7,7 @@ SELECT pg_try_advisory_lock(@id::bigint) AS locked;
 SELECT pg_advisory_unlock(@id::bigint) AS unlocked;
 
 -- name: HasKeyIndex :one
--- HasKeyIndex tells whether idempotency keys are unique in this database: the task table is there, and so
--- is a usable index.
+-- HasKeyIndex tells whether the task table is there with a usable unique index on its idempotency keys.
 SELECT EXISTS (
     SELECT FROM pg_catalog.pg_index
     WHERE indexrelid = to_regclass('tasks_idempotency_key_idx') AND indrelid = to_regclass('tasks') AND indisunique AND indisvalid
