@@ -91,7 +91,7 @@ func startMiniredis(log *slog.Logger) (*embeddedRedis, error) {
 	stopping := make(chan struct{})
 	var clock sync.WaitGroup
 	clock.Go(func() { passTime(m, stopping) })
-	log.Info("embedded redis ready: miniredis without persistence, because no redis-server 6.2 or newer is installed", "addr", m.Addr())
+	log.Info("embedded redis ready", "service", "miniredis without persistence", "cause", "no redis-server 6.2 or newer is installed", "addr", m.Addr())
 	return &embeddedRedis{
 		address:  "redis://:" + password + "@" + m.Addr(),
 		waitFunc: func() error { <-stopping; return nil },
