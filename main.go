@@ -2,4 +2,282 @@
 // that what became of them can be asked.
 package main
 
-func main() {}
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"sync"
+	"syscall"
+	"time"
+
+	"nexusflow/db"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// Exit codes: 1 = the service could not do its duty, 2 = it was set up wrongly.
+const (
+	exitFailure = 1
+	exitUsage   = 2
+)
+
+// A usageError is a mistake in settings, handlers file or arguments.
+type usageError struct{ error }
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // the second signal ends the process at once
+	err := invoke(ctx, os.Args[1:])
+	if err == nil {
+		return
+	}
+	fmt.Fprintf(os.Stderr, "nexusflow: %v\n", err)
+	if _, ok := errors.AsType[usageError](err); ok {
+		os.Exit(exitUsage)
+	}
+	os.Exit(exitFailure)
+}
+
+// invoke does what the arguments say; without any it serves.
+func invoke(ctx context.Context, args []string) error {
+	if len(args) == 0 {
+		return run(ctx, os.Getenv, os.Environ(), os.Stdout, func(string) {})
+	}
+	if len(args) > 1 {
+		return usageError{fmt.Errorf("unexpected argument %q; settings are environment variables, see nexusflow -h", args[1])}
+	}
+	switch args[0] {
+	case "-h", "-help", "--help", "help":
+		usage(os.Stdout)
+		return nil
+	case "version", "-version", "--version":
+		fmt.Println(version())
+		return nil
+	case "healthcheck":
+		return healthcheck(ctx, os.Getenv("HTTP_ADDR"))
+	}
+	return usageError{fmt.Errorf("unknown argument %q; see nexusflow -h", args[0])}
+}
+
+// run serves until ctx ends or a part fails, and returns when everything it started
+// has ended. ready is called with the listener's address once requests are answered.
+func run(ctx context.Context, getenv func(string) string, environ []string, logw io.Writer, ready func(addr string)) error {
+	cfg, warnings, err := loadConfig(getenv, environ, isTerminal(logw))
+	log := newLogger(logw, cfg)
+	handlers, handlersErr := loadHandlers(cfg, cfg.Worker, log)
+	if err := errors.Join(err, handlersErr); err != nil {
+		return usageError{err}
+	}
+	for _, w := range warnings {
+		log.Warn(w)
+	}
+	log.Info("nexusflow starting", "version", version(), "gateway", cfg.Gateway, "worker", cfg.Worker, "worker_name", cfg.ConsumerName)
+
+	// The port first: a second copy started by mistake fails before it touches data.
+	listener, err := net.Listen("tcp", cfg.HTTPAddr)
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	defer listener.Close()
+
+	died := make(chan error, 2) // an embedded server ended by itself
+	if cfg.EmbeddedPostgres {
+		pg, err := startPostgres(ctx, log, cfg)
+		if err != nil {
+			return fmt.Errorf("start embedded postgres: %w", err)
+		}
+		defer pg.stop()
+		go func() { died <- pg.wait() }()
+		cfg.DatabaseURL = pg.dsn()
+		cfg.MigrationDatabaseURL = pg.dsn()
+	}
+	if cfg.EmbeddedRedis {
+		rd, err := startRedis(ctx, log, cfg)
+		if err != nil {
+			return fmt.Errorf("start embedded redis: %w", err)
+		}
+		defer rd.stop()
+		go func() { died <- rd.wait() }()
+		cfg.RedisURL = rd.url()
+	}
+
+	if err := waitForPostgres(ctx, log, cfg.DatabaseURL, cfg.StartupMaxRetries, cfg.StartupRetryDelay); err != nil {
+		return err
+	}
+	if cfg.MigrateOnStart {
+		if err := migrate(ctx, log, cfg.MigrationDatabaseURL); err != nil {
+			return err
+		}
+	}
+	pools, err := openPools(ctx, cfg.DatabaseURL, cfg.Lease)
+	if err != nil {
+		return err
+	}
+	defer pools.close()
+	stream, err := openStream(log, cfg, cfg.RedisURL)
+	if err != nil {
+		return usageError{err}
+	}
+	defer stream.close()
+	return serve(ctx, log, cfg, pools, stream, handlers, listener, died, ready)
+}
+
+// serve builds the parts and runs their loops. Two contexts order the end: ctx ends
+// at the signal or with the first failure and stops what takes in work; live ends
+// when that has drained and stops what brings work to its end (rule 12).
+func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, l net.Listener, died <-chan error, ready func(string)) error {
+	g, ctx := errgroup.WithContext(ctx)
+	live, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	loop := func(name string, run func(context.Context) error) {
+		g.Go(func() error {
+			err := run(live)
+			if err == nil && live.Err() == nil {
+				err = errors.New("ended unexpectedly")
+			}
+			if err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+			return nil
+		})
+	}
+
+	publisher := newPublisher(log, s, db.New(p.work))
+	loop("publisher", publisher.run)
+	loop("redis probe", s.run)
+	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
+	loop("submitter", srv.run)
+
+	drained := func(time.Time) {}
+	if cfg.Worker {
+		drained = startWorker(ctx, g, loop, log, cfg, p, s, h)
+	}
+
+	hs := srv.httpServer()
+	g.Go(func() error {
+		if err := hs.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+			return fmt.Errorf("serve http: %w", err)
+		}
+		return nil
+	})
+	g.Go(func() error {
+		select {
+		case err := <-died:
+			return err
+		case <-live.Done():
+			return nil
+		}
+	})
+	g.Go(func() error {
+		<-ctx.Done()
+		log.Info("shutting down", "cause", context.Cause(ctx))
+		deadline := time.Now().Add(cfg.ShutdownGrace)
+		defer stop()
+		srv.drain()
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			limited, cancel := context.WithDeadline(context.WithoutCancel(ctx), deadline)
+			defer cancel()
+			if err := hs.Shutdown(limited); err != nil {
+				log.Warn("requests cut short by shutdown", "err", err)
+				hs.Close()
+			}
+		})
+		wg.Go(func() { drained(deadline) })
+		wg.Wait()
+		return nil
+	})
+
+	log.Info("listening", "addr", l.Addr().String())
+	ready(l.Addr().String())
+	err := g.Wait()
+	if cfg.Worker {
+		if err := s.leave(context.WithoutCancel(ctx)); err != nil {
+			log.Debug("leave group", "err", err)
+		}
+	}
+	log.Info("stopped")
+	return err
+}
+
+// startWorker starts the loops of the worker role and returns what drains them.
+func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable) func(time.Time) {
+	claims, leases := db.New(p.work), db.New(p.lease)
+	access := newAccess(log, cfg.Lease/3)
+	w := newWorker(log, cfg, claims, leases, s, h, access)
+	d := newDispatcher(log, cfg, s, claims, access)
+	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, inFlight: w.inFlight, wake: d.wake}
+	w.retryIn = d.wakeAfter
+	s.onUp = d.wake
+
+	loop("outcomes", w.outcomes.run)
+	loop("acknowledgements", w.drops.run)
+	loop("heartbeat", w.beat)
+	loop("lease watch", w.watch)
+	loop("dispatcher", d.run)
+	loop("reaper", r.runReaper)
+	loop("reclaimer", r.runScanner)
+	if cfg.TaskRetention > 0 {
+		loop("retention", (&retention{log: log, keep: cfg.TaskRetention, queries: claims}).run)
+	}
+	read := make(chan struct{})
+	g.Go(func() error {
+		defer close(read)
+		return w.read(ctx)
+	})
+	return func(deadline time.Time) {
+		<-read
+		w.drain(deadline)
+	}
+}
+
+// newLogger writes one line per event, as JSON unless LOG_FORMAT says text.
+func newLogger(w io.Writer, cfg config) *slog.Logger {
+	options := &slog.HandlerOptions{Level: cfg.LogLevel}
+	if cfg.LogFormat == "text" {
+		return slog.New(slog.NewTextHandler(w, options))
+	}
+	return slog.New(slog.NewJSONHandler(w, options))
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	info, err := f.Stat()
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}
+
+// healthcheck asks the service on this machine whether it is alive: what a
+// container without curl runs as its health check.
+func healthcheck(ctx context.Context, addr string) error {
+	if addr == "" {
+		addr = "127.0.0.1:8000"
+	}
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return usageError{fmt.Errorf("read HTTP_ADDR: %w", err)}
+	}
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+net.JoinHostPort("localhost", port)+"/livez", nil)
+	if err != nil {
+		return err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return fmt.Errorf("unhealthy: %s", response.Status)
+	}
+	return nil
+}

@@ -11,30 +11,56 @@ import (
 	"github.com/google/uuid"
 )
 
+// A task and all that is known of it: the record that everything else hints at. A plain INSERT of name and payload submits one.
 type Task struct {
-	TaskID          uuid.UUID
-	Name            string
-	Status          string
-	Payload         json.RawMessage
-	Result          json.RawMessage
-	CreatedAt       time.Time
-	UpdatedAt       time.Time
-	RetryCount      int32
-	MaxRetries      int32
-	ErrorMessage    *string
-	IdempotencyKey  *string
-	RequestHash     []byte
-	Queue           string
-	RunAt           time.Time
-	Attempt         int32
-	LostCount       int32
-	PublishedAt     *time.Time
-	LeaseUntil      *time.Time
-	LockedBy        *string
-	StartedAt       *time.Time
-	FinishedAt      *time.Time
-	TimeoutMS       *int64
+	// UUID; time-ordered (version 7) when the service made it
+	TaskID uuid.UUID
+	// What is to be done: names a handler
+	Name string
+	// pending, processing, completed, failed or cancelled; waiting for a retry is pending with run_at in the future
+	Status string
+	// The submitter's JSON, handed to the handler
+	Payload json.RawMessage
+	// The handler's JSON, of the attempt that completed the task
+	Result json.RawMessage
+	// When the task was submitted
+	CreatedAt time.Time
+	// When its state last changed; heartbeats and the stream do not count
+	UpdatedAt time.Time
+	// Retries begun after an error; at most max_retries
+	RetryCount int32
+	// Retries after an error before the task fails; runs are one more
+	MaxRetries int32
+	// The last error; NULL again once the task completed
+	ErrorMessage *string
+	// The submitter's name for the request: at most one task per key
+	IdempotencyKey *string
+	// Fingerprint of the request, to tell a repetition from another request under the same key; NULL when unknown
+	RequestHash []byte
+	// Which queue, and so which stream, the task waits in
+	Queue string
+	// When the first attempt or the next one is due
+	RunAt time.Time
+	// How often the task was claimed. The fence: each write of an attempt names its number and fails when a later one began. Never goes down
+	Attempt int32
+	// Attempts whose worker vanished; not counted as retries
+	LostCount int32
+	// When it was last added to the stream; NULL when it is not there
+	PublishedAt *time.Time
+	// Until when the running attempt holds the task unless its worker asks for more; NULL when none runs
+	LeaseUntil *time.Time
+	// The worker of the running attempt
+	LockedBy *string
+	// When the latest attempt began
+	StartedAt *time.Time
+	// When the task ended: completed, failed or cancelled
+	FinishedAt *time.Time
+	// Milliseconds an attempt may run; NULL leaves it to the handler
+	TimeoutMS *int64
+	// Somebody asked to cancel the running attempt
 	CancelRequested bool
-	Traceparent     *string
-	Attempts        json.RawMessage
+	// W3C trace context of the submitter
+	Traceparent *string
+	// The last 20 attempts that did not complete the task, newest last: attempt, worker, started_at, finished_at, outcome (failed, lost, cancelled, interrupted), error
+	Attempts json.RawMessage
 }

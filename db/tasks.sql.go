@@ -51,6 +51,39 @@ func (q *Queries) AttemptOutcomes(ctx context.Context, taskIds []uuid.UUID) ([]A
 	return items, nil
 }
 
+const backlogAge = `-- name: BacklogAge :one
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), oldest AS (
+    SELECT (SELECT p.run_at FROM tasks p
+            WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
+            ORDER BY p.published_at LIMIT 1) AS run_at
+    FROM q WHERE q.queue IS NOT NULL
+    UNION ALL
+    (SELECT u.run_at FROM tasks u
+     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
+     ORDER BY u.run_at LIMIT 1)
+)
+SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest
+`
+
+// BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
+// none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
+// without an entry.
+func (q *Queries) BacklogAge(ctx context.Context) (int64, error) {
+	row := q.db.QueryRow(ctx, backlogAge)
+	var age_ms int64
+	err := row.Scan(&age_ms)
+	return age_ms, err
+}
+
 const beatTasks = `-- name: BeatTasks :many
 UPDATE tasks t
 SET lease_until = now() + ($1::bigint) * interval '1 millisecond'
@@ -131,11 +164,16 @@ WITH unpublished AS (
     LIMIT $4::int
     FOR UPDATE SKIP LOCKED
 ), published AS (
-    SELECT p.task_id FROM tasks p
-    WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.run_at <= now() AND p.queue = ANY($3::text[])
-    ORDER BY p.published_at
+    SELECT p.task_id
+    FROM (SELECT unnest($3::text[]) AS name) q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.published_at
+        LIMIT $4::int
+        FOR UPDATE SKIP LOCKED
+    ) p
     LIMIT $4::int
-    FOR UPDATE SKIP LOCKED
 ), due AS (
     SELECT task_id FROM unpublished UNION ALL SELECT task_id FROM published LIMIT $4::int
 )
@@ -146,8 +184,7 @@ SET status = 'processing',
     locked_by = $2::text,
     started_at = now(),
     updated_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
 RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent
@@ -173,8 +210,9 @@ type ClaimDueTasksRow struct {
 	Traceparent    *string
 }
 
-// ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes due tasks of the
-// given queues straight from the table, oldest first, a page of them.
+// ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+// given queues straight from the table. Those without an entry come first, then
+// queue by queue in the order given, oldest first.
 func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([]ClaimDueTasksRow, error) {
 	rows, err := q.db.Query(ctx, claimDueTasks,
 		arg.LeaseMS,
@@ -335,6 +373,51 @@ func (q *Queries) CompleteTasks(ctx context.Context, arg CompleteTasksParams) ([
 	return items, nil
 }
 
+const deleteFinished = `-- name: DeleteFinished :one
+WITH page AS (
+    SELECT p.task_id, p.status, p.finished_at FROM tasks p
+    WHERE p.task_id > $1::uuid
+    ORDER BY p.task_id
+    LIMIT $2::int
+), old AS (
+    SELECT o.task_id FROM tasks o
+    WHERE o.task_id IN (
+            SELECT task_id FROM page
+            WHERE status IN ('completed', 'failed', 'cancelled') AND finished_at < now() - ($3::bigint) * interval '1 millisecond'
+        )
+        AND o.status IN ('completed', 'failed', 'cancelled')
+        AND o.finished_at < now() - ($3::bigint) * interval '1 millisecond'
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM tasks t USING old WHERE t.task_id = old.task_id RETURNING t.task_id
+)
+SELECT (SELECT count(*) FROM gone)::int AS deleted,
+    (SELECT count(*) FROM page)::int AS seen,
+    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_id
+`
+
+type DeleteFinishedParams struct {
+	AfterID uuid.UUID
+	MaxRows int32
+	AgeMS   int64
+}
+
+type DeleteFinishedRow struct {
+	Deleted int32
+	Seen    int32
+	LastID  uuid.UUID
+}
+
+// DeleteFinished walks the table by its key, a page at a time, and deletes what ended
+// longer ago than the given age, idempotency key and all. It needs no index of its own
+// and skips rows that somebody holds. It returns the key to go on from; a short page is the last one.
+func (q *Queries) DeleteFinished(ctx context.Context, arg DeleteFinishedParams) (DeleteFinishedRow, error) {
+	row := q.db.QueryRow(ctx, deleteFinished, arg.AfterID, arg.MaxRows, arg.AgeMS)
+	var i DeleteFinishedRow
+	err := row.Scan(&i.Deleted, &i.Seen, &i.LastID)
+	return i, err
+}
+
 const expireTasks = `-- name: ExpireTasks :many
 WITH dead AS (
     SELECT d.task_id FROM tasks d
@@ -354,8 +437,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-FROM dead
-WHERE t.task_id = dead.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count
@@ -776,8 +858,7 @@ WITH stale AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM stale
-WHERE t.task_id = stale.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
     AND t.status = 'pending'
     AND t.published_at < now() - ($1::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue
@@ -826,8 +907,7 @@ WITH due AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue
@@ -942,7 +1022,6 @@ UPDATE tasks
 SET published_at = NULL
 WHERE task_id = ANY($1::uuid[])
     AND status = 'pending'
-    AND published_at IS NOT NULL
 `
 
 // UnpublishTasks says that pending tasks have no stream entry (T9); the dispatcher adds one.

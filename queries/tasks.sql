@@ -64,8 +64,9 @@ WHERE task_id = ANY(@task_ids::uuid[])
 RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
 
 -- name: ClaimDueTasks :many
--- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes due tasks of the
--- given queues straight from the table, oldest first, a page of them.
+-- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+-- given queues straight from the table. Those without an entry come first, then
+-- queue by queue in the order given, oldest first.
 WITH unpublished AS (
     SELECT u.task_id FROM tasks u
     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now() AND u.queue = ANY(@queues::text[])
@@ -73,11 +74,16 @@ WITH unpublished AS (
     LIMIT @max_rows::int
     FOR UPDATE SKIP LOCKED
 ), published AS (
-    SELECT p.task_id FROM tasks p
-    WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.run_at <= now() AND p.queue = ANY(@queues::text[])
-    ORDER BY p.published_at
+    SELECT p.task_id
+    FROM (SELECT unnest(@queues::text[]) AS name) q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.published_at
+        LIMIT @max_rows::int
+        FOR UPDATE SKIP LOCKED
+    ) p
     LIMIT @max_rows::int
-    FOR UPDATE SKIP LOCKED
 ), due AS (
     SELECT task_id FROM unpublished UNION ALL SELECT task_id FROM published LIMIT @max_rows::int
 )
@@ -88,8 +94,7 @@ SET status = 'processing',
     locked_by = @worker::text,
     started_at = now(),
     updated_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
 RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent;
@@ -210,8 +215,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-FROM dead
-WHERE t.task_id = dead.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
@@ -246,8 +250,7 @@ WITH due AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM due
-WHERE t.task_id = due.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue;
@@ -284,8 +287,7 @@ WITH stale AS (
 )
 UPDATE tasks t
 SET published_at = now()
-FROM stale
-WHERE t.task_id = stale.task_id
+WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
     AND t.status = 'pending'
     AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue;
@@ -295,5 +297,54 @@ RETURNING t.task_id, t.queue;
 UPDATE tasks
 SET published_at = NULL
 WHERE task_id = ANY(@task_ids::uuid[])
-    AND status = 'pending'
-    AND published_at IS NOT NULL;
+    AND status = 'pending';
+
+-- name: DeleteFinished :one
+-- DeleteFinished walks the table by its key, a page at a time, and deletes what ended
+-- longer ago than the given age, idempotency key and all. It needs no index of its own
+-- and skips rows that somebody holds. It returns the key to go on from; a short page is the last one.
+WITH page AS (
+    SELECT p.task_id, p.status, p.finished_at FROM tasks p
+    WHERE p.task_id > @after_id::uuid
+    ORDER BY p.task_id
+    LIMIT @max_rows::int
+), old AS (
+    SELECT o.task_id FROM tasks o
+    WHERE o.task_id IN (
+            SELECT task_id FROM page
+            WHERE status IN ('completed', 'failed', 'cancelled') AND finished_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+        )
+        AND o.status IN ('completed', 'failed', 'cancelled')
+        AND o.finished_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+    FOR UPDATE SKIP LOCKED
+), gone AS (
+    DELETE FROM tasks t USING old WHERE t.task_id = old.task_id RETURNING t.task_id
+)
+SELECT (SELECT count(*) FROM gone)::int AS deleted,
+    (SELECT count(*) FROM page)::int AS seen,
+    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_id;
+
+-- name: BacklogAge :one
+-- BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
+-- none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
+-- without an entry.
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NOT NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), oldest AS (
+    SELECT (SELECT p.run_at FROM tasks p
+            WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
+            ORDER BY p.published_at LIMIT 1) AS run_at
+    FROM q WHERE q.queue IS NOT NULL
+    UNION ALL
+    (SELECT u.run_at FROM tasks u
+     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
+     ORDER BY u.run_at LIMIT 1)
+)
+SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest;

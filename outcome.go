@@ -1,0 +1,231 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+
+	"nexusflow/db"
+
+	"github.com/google/uuid"
+)
+
+const outcomeBatch = 512
+
+// verdict is what PostgreSQL made of an outcome.
+type verdict struct {
+	status     string
+	retryCount int32
+}
+
+// store records a batch of outcomes, one statement for each kind, and then drops
+// their entries. It does not return before PostgreSQL answered, however long it is away:
+// results are kept here and are the first thing written when it is back. Only the
+// end of a shutdown makes it give up; the leases then run out.
+func (w *worker) store(_ context.Context, batch []outcome) {
+	var kinds [outcomeNone + 1][]outcome
+	for _, o := range batch {
+		kinds[o.kind] = append(kinds[o.kind], o)
+	}
+	for kind, outcomes := range kinds {
+		if len(outcomes) > 0 {
+			w.storeKind(outcomeKind(kind), outcomes)
+		}
+	}
+}
+
+// storeKind repeats one fenced statement until it was answered. Repeating is safe:
+// after a lost reply the fence refuses the second, and the row tells whose it is.
+func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
+	if kind == outcomeNone {
+		for _, o := range outcomes {
+			w.finish(o.attempt)
+		}
+		return
+	}
+	for failures := 0; ; failures++ {
+		verdicts, err := w.write(kind, outcomes)
+		w.access.note(errUnless(err, badData))
+		switch {
+		case err == nil:
+			w.conclude(outcomes, verdicts)
+			return
+		case badData(err) && len(outcomes) > 1: // one of them; its neighbours must not suffer
+			for _, o := range outcomes {
+				w.storeKind(kind, []outcome{o})
+			}
+			return
+		case badData(err):
+			w.storeUnstorable(outcomes[0], err)
+			return
+		}
+		if !sleep(w.storing, reconnect.delay(failures)) {
+			return
+		}
+	}
+}
+
+// errUnless returns err, or nil when is says that it is of another kind.
+func errUnless(err error, is func(error) bool) error {
+	if err == nil || is(err) {
+		return nil
+	}
+	return err
+}
+
+// storeUnstorable records, instead of an outcome that PostgreSQL can never take, a
+// permanent failure that says so. Without it the task would be run for ever.
+func (w *worker) storeUnstorable(o outcome, err error) {
+	if o.replaced {
+		w.log.Error("outcome cannot be stored; the lease will run out", "task_id", o.attempt.task.ID, "err", err)
+		w.finish(o.attempt)
+		return
+	}
+	o.kind, o.permanent, o.result, o.replaced = outcomeFail, true, "", true
+	o.message = fmt.Sprintf("outcome not storable: SQLSTATE %s", sqlState(err))
+	w.storeKind(outcomeFail, []outcome{o})
+}
+
+// write is one statement for outcomes of one kind; what its answer lacks was not
+// this worker's any more.
+func (w *worker) write(kind outcomeKind, outcomes []outcome) (map[uuid.UUID]verdict, error) {
+	ctx, cancel := context.WithTimeout(w.storing, storeLimit)
+	defer cancel()
+	n := len(outcomes)
+	ids, attempts := make([]uuid.UUID, n), make([]int32, n)
+	texts, permanents, delays := make([]string, n), make([]bool, n), make([]int64, n)
+	for i, o := range outcomes {
+		ids[i], attempts[i] = o.attempt.task.ID, o.attempt.task.Attempt
+		texts[i], permanents[i], delays[i] = o.message, o.permanent, o.delay.Milliseconds()
+		if kind == outcomeComplete {
+			texts[i] = o.result
+		}
+	}
+	verdicts := make(map[uuid.UUID]verdict, n)
+	switch kind {
+	case outcomeComplete:
+		rows, err := w.leases.CompleteTasks(ctx, db.CompleteTasksParams{TaskIDs: ids, Attempts: attempts, Results: texts})
+		for _, r := range rows {
+			verdicts[r.TaskID] = verdict{r.Status, r.RetryCount}
+		}
+		return verdicts, err
+	case outcomeFail:
+		rows, err := w.leases.FailTasks(ctx, db.FailTasksParams{TaskIDs: ids, Attempts: attempts, Errors: texts, Permanents: permanents, DelaysMS: delays})
+		for _, r := range rows {
+			verdicts[r.TaskID] = verdict{r.Status, r.RetryCount}
+		}
+		return verdicts, err
+	case outcomeRelease:
+		rows, err := w.leases.ReleaseTasks(ctx, db.ReleaseTasksParams{TaskIDs: ids, Attempts: attempts, Reasons: texts})
+		for _, r := range rows {
+			verdicts[r.TaskID] = verdict{r.Status, r.RetryCount}
+		}
+		return verdicts, err
+	}
+	return nil, errors.ErrUnsupported
+}
+
+// conclude logs what was stored, lets go of the attempts and drops their entries.
+// A crash before the drop leaves entries whose next claim is refused.
+func (w *worker) conclude(outcomes []outcome, verdicts map[uuid.UUID]verdict) {
+	var refused []outcome
+	for _, o := range outcomes {
+		v, ok := verdicts[o.attempt.task.ID]
+		if !ok {
+			refused = append(refused, o)
+			continue
+		}
+		w.logOutcome(o, v)
+		if v.status == statusPending && o.kind == outcomeFail {
+			w.retryIn(o.delay)
+		}
+	}
+	if len(refused) > 0 {
+		w.explainRefused(refused)
+	}
+	for _, o := range outcomes {
+		w.finish(o.attempt)
+	}
+}
+
+// finish lets go of an attempt whose outcome is stored or nobody's concern, and drops
+// its entry.
+func (w *worker) finish(a *attempt) {
+	w.drop(a.message) // first: a shutdown ends when nothing is held
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.held[a.task.ID] == a {
+		delete(w.held, a.task.ID)
+	}
+}
+
+func (w *worker) logOutcome(o outcome, v verdict) {
+	t := o.attempt.task
+	log := w.log.With("task_id", t.ID, "name", t.Name, "attempt", t.Attempt, "took_ms", o.took.Milliseconds())
+	switch {
+	case v.status == statusCompleted:
+		log.Info("task completed")
+	case v.status == statusFailed:
+		log.Warn("task failed", "err", o.message, "retry_count", v.retryCount)
+	case v.status == statusCancelled:
+		log.Info("task cancelled")
+	case o.kind == outcomeFail:
+		log.Warn("task will be retried", "err", o.message, "retry_count", v.retryCount, "delay_ms", o.delay.Milliseconds())
+	default:
+		log.Info("task handed back", "cause", o.message)
+	}
+}
+
+// explainRefused finds out why outcomes changed no row: stored already by a statement
+// whose reply was lost, or no longer this worker's. It only logs; either way there
+// is nothing left to do.
+func (w *worker) explainRefused(outcomes []outcome) {
+	ctx, cancel := context.WithTimeout(w.storing, storeLimit)
+	defer cancel()
+	ids := make([]uuid.UUID, len(outcomes))
+	for i, o := range outcomes {
+		ids[i] = o.attempt.task.ID
+	}
+	rows, err := w.leases.AttemptOutcomes(ctx, ids)
+	if err != nil {
+		w.access.note(err)
+	}
+	own := make(map[uuid.UUID]bool)
+	for _, r := range rows {
+		for _, o := range outcomes {
+			if o.attempt.task.ID == r.TaskID {
+				own[r.TaskID] = carries(r, o)
+			}
+		}
+	}
+	for _, o := range outcomes {
+		t := o.attempt.task
+		if own[t.ID] {
+			w.log.Info("outcome was stored before", "task_id", t.ID, "attempt", t.Attempt)
+		} else {
+			w.log.Warn("outcome refused: the task is no longer this worker's", "task_id", t.ID, "name", t.Name, "attempt", t.Attempt)
+		}
+	}
+}
+
+// carries reports whether a row shows the outcome of the very attempt: completed
+// under its fence, or a line of its own in the ledger that does not call it lost.
+func carries(r db.AttemptOutcomesRow, o outcome) bool {
+	if o.kind == outcomeComplete {
+		return r.Status == statusCompleted && r.Attempt == o.attempt.task.Attempt
+	}
+	var ledger []struct {
+		Attempt int32  `json:"attempt"`
+		Outcome string `json:"outcome"`
+	}
+	if json.Unmarshal(r.Attempts, &ledger) != nil {
+		return false
+	}
+	for _, l := range ledger {
+		if l.Attempt == o.attempt.task.Attempt && l.Outcome != "lost" {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,304 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"nexusflow/db"
+)
+
+// allQueries runs every statement there is once, in an order in which each finds what it
+// looks for, and leaves one task behind that has seen everything. The payload is one that
+// wrong quoting would spoil.
+func allQueries(ctx context.Context, conn db.DBTX) error {
+	q := db.New(conn)
+	const payload = `{"n": 12345678901234567890.10, "quote": "it's \"so\" \\ $1", "größe": "☃ 😀"}`
+	key := uuid.NewString() + " 'key' \\"
+	id := uuid.New()
+	id[15] |= 1
+	before := id
+	before[15]--
+	ids := []uuid.UUID{id}
+	expect := func(what string, rows int, err error) error {
+		if err == nil && rows != 1 {
+			err = fmt.Errorf("%d rows, want 1", rows)
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", what, err)
+		}
+		return nil
+	}
+	claim := func() error {
+		rows, err := q.ClaimTasks(ctx, db.ClaimTasksParams{LeaseMS: 0, Worker: "it's me", TaskIDs: ids})
+		if err == nil && len(rows) == 1 && (string(rows[0].Payload) != payload || *rows[0].IdempotencyKey != key) {
+			err = fmt.Errorf("payload %s, key %s", rows[0].Payload, *rows[0].IdempotencyKey)
+		}
+		return expect("ClaimTasks", len(rows), err)
+	}
+	attempt := int32(0)
+	for _, step := range []func() error{
+		func() error {
+			rows, err := q.InsertTasks(ctx, db.InsertTasksParams{
+				Publish: true, TaskIDs: ids, Names: []string{"name"}, Queues: []string{"plans"}, Payloads: []string{payload}, IdempotencyKeys: []string{key},
+				RequestHashes: [][]byte{{0, 255, '\\'}}, MaxRetries: []int32{3}, TimeoutsMS: []int64{1}, Traceparents: []string{"tp"}, RunsAtUS: []int64{0}, DelaysMS: []int64{0},
+			})
+			return expect("InsertTasks", len(rows), err)
+		},
+		func() error {
+			rows, err := q.TasksByKey(ctx, []string{key, "x"})
+			if err == nil && !slices.Equal(rows[0].RequestHash, []byte{0, 255, '\\'}) {
+				err = fmt.Errorf("request_hash %v", rows[0].RequestHash)
+			}
+			return expect("TasksByKey", len(rows), err)
+		},
+		func() error { rows, err := q.TasksByID(ctx, ids); return expect("TasksByID", len(rows), err) },
+		func() error { _, err := q.BacklogAge(ctx); return expect("BacklogAge", 1, err) },
+		func() error {
+			queues, err := q.OverdueQueues(ctx, -1)
+			return expect("OverdueQueues", len(slices.DeleteFunc(queues, func(queue string) bool { return queue != "plans" })), err)
+		},
+		func() error {
+			rows, err := q.SweepPublished(ctx, db.SweepPublishedParams{AgeMS: -1, Queue: "plans", MaxRows: 1})
+			return expect("SweepPublished", len(rows), err)
+		},
+		func() error { n, err := q.UnpublishTasks(ctx, ids); return expect("UnpublishTasks", int(n), err) },
+		func() error {
+			rows, err := q.SweepUnpublished(ctx, 1)
+			return expect("SweepUnpublished", len(rows), err)
+		},
+		claim,
+		func() error {
+			attempt++
+			rows, err := q.BeatTasks(ctx, db.BeatTasksParams{LeaseMS: -1, TaskIDs: ids, Attempts: []int32{attempt}})
+			return expect("BeatTasks", len(rows), err)
+		},
+		func() error {
+			rows, err := q.ExpireTasks(ctx, db.ExpireTasksParams{MaxLost: 9, MaxRows: 1})
+			return expect("ExpireTasks", len(rows), err)
+		},
+		claim,
+		func() error {
+			attempt++
+			if rows, err := q.CancelRequests(ctx, ids); err != nil || len(rows) > 0 {
+				return fmt.Errorf("CancelRequests: %v %w", rows, err)
+			}
+			_, err := q.BeatTasks(ctx, db.BeatTasksParams{LeaseMS: -1, TaskIDs: ids, Attempts: []int32{attempt}})
+			return err
+		},
+		func() error {
+			rows, err := q.ExpireTasksByID(ctx, db.ExpireTasksByIDParams{MaxLost: 9, TaskIDs: ids})
+			return expect("ExpireTasksByID", len(rows), err)
+		},
+		claim,
+		func() error {
+			attempt++
+			rows, err := q.ReleaseTasks(ctx, db.ReleaseTasksParams{TaskIDs: ids, Attempts: []int32{attempt}, Reasons: []string{"it's over"}})
+			return expect("ReleaseTasks", len(rows), err)
+		},
+		claim,
+		func() error {
+			attempt++
+			rows, err := q.FailTasks(ctx, db.FailTasksParams{TaskIDs: ids, Attempts: []int32{attempt}, Errors: []string{`it's "\"`}, Permanents: []bool{false}, DelaysMS: []int64{0}})
+			return expect("FailTasks", len(rows), err)
+		},
+		func() error {
+			rows, err := q.ClaimDueTasks(ctx, db.ClaimDueTasksParams{LeaseMS: 1000, Worker: "me", Queues: []string{"plans", "x"}, MaxRows: 1})
+			return expect("ClaimDueTasks", len(rows), err)
+		},
+		func() error {
+			attempt++
+			rows, err := q.CompleteTasks(ctx, db.CompleteTasksParams{TaskIDs: ids, Attempts: []int32{attempt}, Results: []string{payload}})
+			return expect("CompleteTasks", len(rows), err)
+		},
+		func() error {
+			rows, err := q.AttemptOutcomes(ctx, ids)
+			return expect("AttemptOutcomes", len(rows), err)
+		},
+		func() error {
+			got, err := q.GetTask(ctx, id)
+			var ledger []json.RawMessage
+			if err == nil {
+				err = json.Unmarshal(got.Attempts, &ledger)
+			}
+			if err == nil && (got.Attempt != attempt || got.LostCount != 2 || got.RetryCount != 1 || len(ledger) != 4 || string(got.Result) != payload) {
+				err = fmt.Errorf("got %+v", got)
+			}
+			return expect("GetTask", 1, err)
+		},
+		func() error {
+			got, err := q.DeleteFinished(ctx, db.DeleteFinishedParams{AfterID: before, MaxRows: 1, AgeMS: -1000})
+			if err == nil && got.LastID != id {
+				err = fmt.Errorf("last id %s, want %s", got.LastID, id)
+			}
+			return expect("DeleteFinished", int(got.Deleted), err)
+		},
+		func() error { _, err := q.HasKeyIndex(ctx); return err },
+		func() error { _, err := q.TryLock(ctx, 1); return err },
+		func() error { _, err := q.Unlock(ctx, 1); return err },
+	} {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// queryNames lists what queries/ declares.
+func queryNames(t testing.TB) []string {
+	t.Helper()
+	files, err := filepath.Glob("queries/*.sql")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range regexp.MustCompile(`(?m)^-- name: (\w+)`).FindAllStringSubmatch(string(text), -1) {
+			names = append(names, m[1])
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// seenQueries is a tracer that notes the names of the statements that ran.
+type seenQueries map[string]bool
+
+func (s seenQueries) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
+	if m := regexp.MustCompile(`-- name: (\w+)`).FindStringSubmatch(data.SQL); m != nil {
+		s[m[1]] = true
+	}
+	return ctx
+}
+
+func (s seenQueries) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+
+// Field case 53: behind a pooler that gives each transaction another server connection, statements
+// cannot be prepared, so their arguments travel without the server's word on their types.
+func TestQueryExecModes(t *testing.T) {
+	t.Parallel()
+	for _, mode := range []string{"cache_statement", "cache_describe", "describe_exec", "exec", "simple_protocol"} {
+		t.Run(mode, func(t *testing.T) {
+			t.Parallel()
+			c, _, err := poolConfig(newDatabase(t) + "&default_query_exec_mode=" + mode)
+			if err != nil {
+				t.Fatal(err)
+			}
+			seen := seenQueries{}
+			c.MaxConns = 1
+			c.ConnConfig.Tracer = seen
+			pool, err := pgxpool.NewWithConfig(t.Context(), c)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer pool.Close()
+			if err := allQueries(t.Context(), pool); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range queryNames(t) {
+				if !seen[name] {
+					t.Errorf("query %s was not tried", name)
+				}
+			}
+		})
+	}
+}
+
+// The plans of the worker's statements go by an index on an empty table, on one that has no statistics yet,
+// and on a large one, whether the server plans for the arguments or once for all. On
+// submit and status the same holds for a large table.
+func TestQueryPlans(t *testing.T) {
+	t.Parallel()
+	dsn := newDatabase(t)
+	admin := connect(t, dsn)
+	var mu sync.Mutex
+	plans := map[string]string{} // by query
+	open := func(planMode string) *pgx.Conn {
+		p, err := openPools(t.Context(), dsn, testLease)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := p.work.Config().ConnConfig
+		p.close()
+		c.RuntimeParams["plan_cache_mode"] = planMode
+		c.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
+			if m := regexp.MustCompile(`-- name: (\w+)`).FindStringSubmatch(n.Message); m != nil {
+				mu.Lock()
+				defer mu.Unlock()
+				_, plan, _ := strings.Cut(n.Message, "\n;") // past the statement's text
+				plans[m[1]] = n.Message + plan
+			}
+		}
+		conn, err := pgx.ConnectConfig(t.Context(), c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close(context.Background()) })
+		if err := registerTypes(t.Context(), conn); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Exec(t.Context(), "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; SET auto_explain.log_analyze = on; SET client_min_messages = log"); err != nil {
+			t.Skipf("SKIPPED, NOT TESTED: %v", err)
+		}
+		return conn
+	}
+	for _, size := range []struct{ name, fill string }{
+		{"empty", "SELECT"},
+		{"young", fill(0, 2000)},
+		{"large", fill(2000, 200_000) + "; ANALYZE tasks"},
+	} {
+		execute(t, admin, size.fill)
+		for _, planMode := range []string{"force_generic_plan", "force_custom_plan"} {
+			conn := open(planMode)
+			execute(t, conn, "BEGIN")
+			if err := allQueries(t.Context(), conn); err != nil {
+				t.Fatalf("%s, %s: %v", size.name, planMode, err)
+			}
+			execute(t, conn, "ROLLBACK")
+			mu.Lock()
+			for _, name := range queryNames(t) {
+				plan, ok := plans[name]
+				if !ok {
+					t.Errorf("no plan of %s was seen", name)
+				}
+				if os.Getenv("SHOW_PLANS") != "" {
+					t.Logf("%s, %s: %s", size.name, planMode, plan)
+				}
+				if strings.Contains(plan, "Seq Scan on tasks") {
+					t.Errorf("%s, %s: %s reads the whole table:\n%s", size.name, planMode, name, plan)
+				}
+			}
+			clear(plans)
+			mu.Unlock()
+		}
+	}
+}
+
+// fill adds tasks as they are after a while: 9 of 10 ended, of the rest a third each
+// queued, waiting for a retry and running.
+func fill(from, to int) string {
+	return fmt.Sprintf(`SET synchronous_commit = off; INSERT INTO tasks (task_id, name, queue, status, published_at, run_at, lease_until, idempotency_key, attempt, finished_at)
+		SELECT md5(n::text)::uuid, 'name', 'q' || n %% 5, status,
+			CASE WHEN status <> 'pending' OR n %% 60 = 0 THEN now() END,
+			CASE WHEN status <> 'pending' OR n %% 60 = 0 THEN now() ELSE now() + n * interval '1 second' END,
+			CASE WHEN status = 'processing' THEN now() + interval '1 hour' END,
+			CASE WHEN n %% 2 = 0 THEN 'key ' || n END, 1,
+			CASE WHEN status = 'completed' THEN now() END
+		FROM (SELECT n, CASE WHEN n %% 10 > 0 THEN 'completed' WHEN n %% 30 > 0 THEN 'pending' ELSE 'processing' END AS status FROM generate_series(%d, %d) n) s`, from, to-1)
+}

@@ -1,0 +1,349 @@
+package main
+
+import (
+	"context"
+	"database/sql"
+	"embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"strconv"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
+	"github.com/pressly/goose/v3"
+	"github.com/pressly/goose/v3/database"
+
+	"nexusflow/db"
+)
+
+//go:generate go tool -modfile=tools/go.mod sqlc generate
+
+//go:embed migrations/*.sql
+var migrationFiles embed.FS
+
+const (
+	// statementTimeout is the longest a statement of the service may run, and so also how
+	// long one whose caller gave up may still take effect.
+	statementTimeout = 5 * time.Second
+
+	// connectTimeout bounds one attempt to connect, unless connect_timeout is given.
+	connectTimeout = 5 * time.Second
+)
+
+// pools are the connections of one process to its record. They are several because
+// each kind of work has its own patience with locks, and because neither requests nor
+// a backlog may take the connections that keep leases alive.
+type pools struct {
+	api    *pgxpool.Pool // reads and single inserts of the gateway; waits for locks
+	submit *pgxpool.Pool // the group commit, which gives up a lock after 100 ms
+	work   *pgxpool.Pool // claim, sweep, unpublish
+	lease  *pgxpool.Pool // heartbeat, outcome, reaper: connections kept open
+}
+
+// openPools prepares the pools for the database that dsn names, as a URL or as
+// "host=... dbname=..."; what dsn leaves out comes from the PG* variables. It asks the
+// server nothing: an error means that dsn is malformed, and never shows the password.
+// lease is how long a claim lasts; waiting for a lock may cost a tenth of it.
+//
+// Callers bound each statement with their context, for statement_timeout is of no use
+// when the network swallows the answer. The limits travel as start-up parameters, which
+// a dsn may set to other values; PgBouncer refuses those that it is not told to
+// ignore (ignore_startup_parameters).
+func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, error) {
+	patience := min(2*time.Second, lease/10)
+	var p pools
+	for _, kind := range []struct {
+		pool        **pgxpool.Pool
+		conns       int32
+		keep        int32
+		lockTimeout time.Duration
+		byIndex     bool
+	}{
+		{pool: &p.api, conns: 8},
+		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond},
+		{pool: &p.work, conns: 4, lockTimeout: patience, byIndex: true},
+		{pool: &p.lease, conns: 3, keep: 3, lockTimeout: patience, byIndex: true},
+	} {
+		c, sized, err := poolConfig(dsn)
+		if err != nil {
+			p.close()
+			return nil, err
+		}
+		if !sized || kind.pool != &p.api {
+			c.MaxConns = kind.conns
+		}
+		c.MinConns = kind.keep
+		params := c.ConnConfig.RuntimeParams
+		if kind.lockTimeout > 0 {
+			setDefault(params, "lock_timeout", milliseconds(kind.lockTimeout))
+		}
+		if kind.byIndex {
+			// While the statistics of a young table lag behind, the planner would join a
+			// batch of ids to it by reading the whole table.
+			setDefault(params, "enable_seqscan", "off")
+		}
+		*kind.pool, err = pgxpool.NewWithConfig(ctx, c)
+		if err != nil {
+			p.close()
+			return nil, fmt.Errorf("open pool: %w", err)
+		}
+	}
+	return &p, nil
+}
+
+// close waits until every connection is given back, then closes them all.
+func (p *pools) close() {
+	for _, pool := range []*pgxpool.Pool{p.api, p.submit, p.work, p.lease} {
+		if pool != nil {
+			pool.Close()
+		}
+	}
+}
+
+// poolConfig reads dsn and reports whether it sizes the pool (pool_max_conns).
+func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
+	// Once it has passed this check pgx reads it too; what pgx says could quote it.
+	if err := checkDatabaseURL(dsn); err != nil {
+		return nil, false, fmt.Errorf("read database URL: %w", err)
+	}
+	one, err := pgx.ParseConfig(dsn)
+	if err != nil {
+		return nil, false, err
+	}
+	_, sized = one.RuntimeParams["pool_max_conns"]
+	c, err = pgxpool.ParseConfig(dsn)
+	if err != nil {
+		return nil, false, err
+	}
+	if c.ConnConfig.ConnectTimeout == 0 {
+		// Several hosts share the time, so that a dead first one does not use it up.
+		hosts := map[string]bool{one.Host: true}
+		for _, f := range one.Fallbacks {
+			hosts[f.Host] = true
+		}
+		c.ConnConfig.ConnectTimeout = max(connectTimeout/time.Duration(len(hosts)), time.Second)
+	}
+	if c.PingTimeout == 0 {
+		// An idle connection that a firewall forgot costs its next user one second, not the
+		// whole of the deadline.
+		c.PingTimeout = time.Second
+	}
+	params := c.ConnConfig.RuntimeParams
+	setDefault(params, "application_name", "nexusflow")
+	setDefault(params, "timezone", "UTC")
+	setDefault(params, "statement_timeout", milliseconds(statementTimeout))
+	setDefault(params, "idle_in_transaction_session_timeout", milliseconds(statementTimeout))
+	c.AfterConnect = registerTypes
+	closeFatal := c.ConnConfig.OnPgError
+	c.ConnConfig.OnPgError = func(conn *pgconn.PgConn, e *pgconn.PgError) bool {
+		// Two errors tell that the connection is of no more use: the server is read-only,
+		// since a failover perhaps, or a prepared statement is stale. The pool makes a new
+		// one, which finds the new primary.
+		return closeFatal(conn, e) && e.Code != readOnly && e.Code != stalePlan
+	}
+	return c, sized, nil
+}
+
+func setDefault(params map[string]string, name, value string) {
+	if _, given := params[name]; !given {
+		params[name] = value
+	}
+}
+
+func milliseconds(d time.Duration) string {
+	return strconv.FormatInt(d.Milliseconds(), 10)
+}
+
+// registerTypes teaches a connection what the arguments of our statements are, for
+// the modes that do not ask the server (default_query_exec_mode=exec and
+// simple_protocol, for poolers), and to return times in UTC whatever TZ says.
+func registerTypes(_ context.Context, conn *pgx.Conn) error {
+	m := conn.TypeMap()
+	m.RegisterDefaultPgType(uuid.UUID{}, "uuid")
+	m.RegisterDefaultPgType([]uuid.UUID{}, "_uuid")
+	m.RegisterType(&pgtype.Type{
+		Name:  "timestamptz",
+		OID:   pgtype.TimestamptzOID,
+		Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
+	})
+	return nil
+}
+
+// waitForPostgres returns when the database answers. It tries attempts times, delay
+// apart, and logs each refusal with its number: a server that is still starting, a
+// wrong password and an unknown database alike, since all of them may be put right
+// meanwhile. The end of ctx ends the wait with its cause.
+func waitForPostgres(ctx context.Context, log *slog.Logger, dsn string, attempts int, delay time.Duration) error {
+	c, _, err := poolConfig(dsn)
+	if err != nil {
+		return err
+	}
+	for n := 1; ; n++ {
+		err := ping(ctx, c.ConnConfig)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		log.Warn("postgres not reachable", "attempt", n, "max_attempts", attempts, "err", err)
+		if n >= attempts {
+			return fmt.Errorf("connect to postgres: gave up after %d attempts: %w", attempts, err)
+		}
+		if !sleep(ctx, delay) {
+			return context.Cause(ctx)
+		}
+	}
+}
+
+// ping makes one connection and one round trip, in the time that connecting may take.
+func ping(ctx context.Context, c *pgx.ConnConfig) error {
+	ctx, cancel := context.WithTimeout(ctx, max(connectTimeout, c.ConnectTimeout))
+	defer cancel()
+	conn, err := pgx.ConnectConfig(ctx, c)
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	return conn.Ping(ctx)
+}
+
+// migrationLockTimeout is how long a migration may queue for a table that is in use.
+// Whoever needs the table afterwards queues behind it, so it stays short.
+const migrationLockTimeout = 3 * time.Second
+
+// migrate brings the schema up to this program's version, creating or adopting tables as
+// needed. Any number of processes may call it at once: a session lock lets one at a
+// time work, which needs a direct connection, not a transaction pooler. A table
+// in use is tried again until ctx ends. A newer schema is left alone: later versions only add.
+func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
+	c, _, err := poolConfig(dsn)
+	if err != nil {
+		return err
+	}
+	c.ConnConfig.RuntimeParams["statement_timeout"] = "0"
+	c.ConnConfig.RuntimeParams["lock_timeout"] = milliseconds(migrationLockTimeout)
+	handle := stdlib.OpenDB(*c.ConnConfig)
+	defer handle.Close()
+	p, err := newMigrator(handle, goose.WithSessionLocker(migrationLock{log}))
+	if err != nil {
+		return fmt.Errorf("migrate: %w", err)
+	}
+	for {
+		done, err := p.Up(ctx)
+		if partial, ok := errors.AsType[*goose.PartialError](err); ok {
+			done = partial.Applied
+		}
+		for _, r := range done {
+			log.Info("migration applied", "version", r.Source.Version, "took_ms", r.Duration.Milliseconds())
+		}
+		if err == nil {
+			break
+		}
+		if sqlState(err) != "55P03" {
+			return fmt.Errorf("migrate: %w", err)
+		}
+		log.Warn("migration waits for a table that is in use", "err", err)
+		if !sleep(ctx, time.Second) {
+			return context.Cause(ctx)
+		}
+	}
+	have, err := p.GetDBVersion(ctx)
+	if err != nil {
+		return fmt.Errorf("migrate: read version: %w", err)
+	}
+	if want := latestVersion(p); have > want {
+		log.Warn("schema is newer than this program", "version", have, "want", want)
+	}
+	return nil
+}
+
+func newMigrator(handle *sql.DB, options ...goose.ProviderOption) (*goose.Provider, error) {
+	files, err := fs.Sub(migrationFiles, "migrations")
+	if err != nil {
+		return nil, err
+	}
+	return goose.NewProvider(goose.DialectPostgres, handle, files, append(options, goose.WithSlog(slog.New(slog.DiscardHandler)))...)
+}
+
+func latestVersion(p *goose.Provider) int64 {
+	sources := p.ListSources()
+	return sources[len(sources)-1].Version
+}
+
+// migrationLock is the session lock under which goose works. It polls: a session that
+// waits inside PostgreSQL holds a snapshot, for which CREATE INDEX CONCURRENTLY in the
+// holder would wait in turn. goose's own locker polls every five seconds.
+type migrationLock struct{ log *slog.Logger }
+
+// migrationLockID is "nexusflo" in ASCII.
+const migrationLockID = 0x6e65787573666c6f
+
+func (l migrationLock) SessionLock(ctx context.Context, conn *sql.Conn) error {
+	for n := 0; ; n++ {
+		ok, err := onConn(conn, func(q *db.Queries) (bool, error) { return q.TryLock(ctx, migrationLockID) })
+		if err != nil || ok {
+			return err
+		}
+		if n == 0 {
+			l.log.Info("waiting for another process to migrate")
+		}
+		if !sleep(ctx, 100*time.Millisecond) {
+			return context.Cause(ctx)
+		}
+	}
+}
+
+func (l migrationLock) SessionUnlock(ctx context.Context, conn *sql.Conn) error {
+	_, err := onConn(conn, func(q *db.Queries) (bool, error) { return q.Unlock(ctx, migrationLockID) })
+	return err
+}
+
+// onConn asks one of our queries on the connection that goose works with.
+func onConn(conn *sql.Conn, ask func(*db.Queries) (bool, error)) (ok bool, err error) {
+	err = conn.Raw(func(driver any) error {
+		ok, err = ask(db.New(driver.(*stdlib.Conn).Conn()))
+		return err
+	})
+	return ok, err
+}
+
+// checkSchema returns nil when the schema is complete and at least as new as this
+// program. It changes nothing and costs two small reads.
+func checkSchema(ctx context.Context, pool *pgxpool.Pool) error {
+	unique, err := db.New(pool).HasKeyIndex(ctx)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	if !unique {
+		return errors.New("check schema: no tasks table with unique idempotency keys: run goose up")
+	}
+	handle := stdlib.OpenDBFromPool(pool)
+	defer handle.Close()
+	p, err := newMigrator(handle)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	store, err := database.NewStore(database.DialectPostgres, goose.DefaultTablename)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	have, err := store.GetLatestVersion(ctx, handle)
+	if sqlState(err) == "42P01" || errors.Is(err, database.ErrVersionNotFound) {
+		return errors.New("check schema: no record of migrations: run goose up")
+	}
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	if want := latestVersion(p); have < want {
+		return fmt.Errorf("check schema: version %d is older than %d, which this program needs: run goose up", have, want)
+	}
+	return nil
+}

@@ -1,0 +1,578 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"github.com/redis/go-redis/v9"
+)
+
+const (
+	taskIDField  = "task_id"              // the only field of an entry: a hint carries no state
+	commandLimit = 500 * time.Millisecond // what a dead Redis may cost one command
+	probeEvery   = time.Second
+	maxRead      = 512 // entries of one XREADGROUP, however many slots are free
+)
+
+// A message is one delivery of an entry to this consumer. Having it gives no
+// right to run its task; only the claim in PostgreSQL does.
+type message struct {
+	id     string
+	queue  string
+	taskID uuid.UUID // uuid.Nil when the entry names no task: drop it unseen
+}
+
+// stream is the Redis Stream seen as one consumer of one group. Entries are hints:
+// they may be lost, doubled or stale, and nothing breaks.
+//
+// Short commands go through a client that repeats nothing and gives up after half
+// a second, so that a frozen Redis costs its callers one time-out; blocking reads
+// have a client of their own.
+type stream struct {
+	log      *slog.Logger
+	name     string
+	group    string
+	consumer string
+	queues   []queueWeight
+	block    time.Duration
+	fast     redis.UniversalClient
+	blocking redis.UniversalClient
+	onUp     func() // called when Redis came back, or the group had to be made again
+
+	down atomic.Int64 // unix nanoseconds since when writes fail, 0 = they work
+	mu   sync.Mutex   // orders changes of down with their log lines
+}
+
+// openStream builds the clients; it does not connect. An error never shows the
+// password of the URL.
+func openStream(log *slog.Logger, cfg config, redisURL string) (*stream, error) {
+	fast, err := newRedisClient(redisURL, commandLimit)
+	if err != nil {
+		return nil, err
+	}
+	blocking, err := newRedisClient(redisURL, cfg.Block+commandLimit)
+	if err != nil {
+		return nil, err
+	}
+	return &stream{
+		log:      log,
+		name:     cfg.StreamName,
+		group:    cfg.ConsumerGroup,
+		consumer: cfg.ConsumerName,
+		queues:   cfg.Queues,
+		block:    cfg.Block,
+		fast:     fast,
+		blocking: blocking,
+		onUp:     func() {},
+	}, nil
+}
+
+// newRedisClient reads a URL the way go-redis does: master_name makes it a
+// Sentinel URL, addr a Cluster URL. Contexts bound every command, the library
+// repeats none: a repeated XADD is a second entry, a repeated XREADGROUP hides
+// the entries of the first reply (both measured).
+func newRedisClient(redisURL string, readTimeout time.Duration) (redis.UniversalClient, error) {
+	quietRedis()
+	u, err := url.Parse(redisURL)
+	if err != nil {
+		return nil, errors.New("parse REDIS_URL: not a URL; percent-encode special characters in the password")
+	}
+	switch {
+	case u.Query().Has("master_name"):
+		o, err := redis.ParseFailoverURL(redisURL)
+		if err != nil {
+			return nil, fmt.Errorf("parse REDIS_URL: %s", withoutPassword(err, u))
+		}
+		o.MaxRetries, o.DialerRetries, o.ContextTimeoutEnabled = -1, 1, true
+		o.DialTimeout, o.ReadTimeout, o.WriteTimeout, o.PoolTimeout = commandLimit, readTimeout, commandLimit, commandLimit
+		return redis.NewFailoverClient(o), nil
+	case u.Query().Has("addr"):
+		o, err := redis.ParseClusterURL(redisURL)
+		if err != nil {
+			return nil, fmt.Errorf("parse REDIS_URL: %s", withoutPassword(err, u))
+		}
+		o.MaxRetries, o.DialerRetries, o.ContextTimeoutEnabled = -1, 1, true
+		o.DialTimeout, o.ReadTimeout, o.WriteTimeout, o.PoolTimeout = commandLimit, readTimeout, commandLimit, commandLimit
+		return redis.NewClusterClient(o), nil
+	default:
+		o, err := redis.ParseURL(redisURL)
+		if err != nil {
+			return nil, fmt.Errorf("parse REDIS_URL: %s", withoutPassword(err, u))
+		}
+		o.MaxRetries, o.DialerRetries, o.ContextTimeoutEnabled = -1, 1, true
+		o.DialTimeout, o.ReadTimeout, o.WriteTimeout, o.PoolTimeout = commandLimit, readTimeout, commandLimit, commandLimit
+		return redis.NewClient(o), nil
+	}
+}
+
+// quietRedis keeps the library from writing to stderr: each failed dial would be a
+// line beside our log, many a second while Redis is away. The errors reach us anyway.
+var quietRedis = sync.OnceFunc(func() { redis.SetLogger(noLog{}) })
+
+type noLog struct{}
+
+func (noLog) Printf(context.Context, string, ...any) {}
+
+// withoutPassword is err's text with the URL's password struck out.
+func withoutPassword(err error, u *url.URL) string {
+	text := err.Error()
+	if password, ok := u.User.Password(); ok && password != "" {
+		text = strings.ReplaceAll(text, password, "xxxxx")
+		text = strings.ReplaceAll(text, url.QueryEscape(password), "xxxxx")
+	}
+	return text
+}
+
+func (s *stream) close() {
+	s.fast.Close()
+	s.blocking.Close()
+}
+
+// key is the Redis key of a queue's stream.
+func (s *stream) key(queue string) string {
+	if queue == defaultQueue {
+		return s.name
+	}
+	return s.name + ":" + queue
+}
+
+// up reports whether Redis is believed to take writes. It costs nothing.
+func (s *stream) up() bool { return s.down.Load() == 0 }
+
+// downFor tells for how long Redis has refused writes; 0 when it takes them.
+func (s *stream) downFor() time.Duration {
+	if since := s.down.Load(); since != 0 {
+		return time.Since(time.Unix(0, since))
+	}
+	return 0
+}
+
+// note records how a write went. Each change of state is one log line, so that an
+// outage is two lines however long it lasts. It is the breaker of rule 18: while
+// Redis is down nobody but the probe of run tries it.
+func (s *stream) note(err error) {
+	if (err == nil) == s.up() {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case err != nil && s.up():
+		s.down.Store(time.Now().UnixNano())
+		s.log.Warn("redis away; tasks are accepted and wait in postgres", "err", err)
+	case err == nil && !s.up():
+		s.log.Info("redis back", "down_ms", s.downFor().Milliseconds())
+		s.down.Store(0)
+		s.onUp()
+	}
+}
+
+// run probes Redis until ctx ends. The probe is the creation of each group: it is
+// refused when the server is away, full, read-only, still loading or cannot save, and it
+// makes a missing group again. Between probes the breaker stays as it is.
+func (s *stream) run(ctx context.Context) error {
+	for {
+		var err error
+		for _, q := range s.queues {
+			if err = s.ensure(ctx, q.name); err != nil {
+				break
+			}
+		}
+		if ctx.Err() != nil {
+			return nil
+		}
+		s.note(err)
+		if !sleep(ctx, probeEvery) {
+			return nil
+		}
+	}
+}
+
+// ensure makes a queue's stream and group when they are not there. The group
+// starts from 0, never from $: entries that arrived before it was made again must
+// be delivered.
+func (s *stream) ensure(ctx context.Context, queue string) error {
+	ctx, cancel := context.WithTimeout(ctx, commandLimit)
+	defer cancel()
+	err := s.fast.XGroupCreateMkStream(ctx, s.key(queue), s.group, "0").Err()
+	switch {
+	case err == nil:
+		s.log.Info("consumer group created", "stream", s.key(queue), "group", s.group)
+		s.onUp()
+		return nil
+	case hasPrefix(err, "BUSYGROUP"):
+		return nil
+	}
+	return fmt.Errorf("create group: %w", err)
+}
+
+// publish adds one entry per task and returns those whose entry is not known to
+// be there, with the first error. One of them may be added after all: copies are harmless.
+func (s *stream) publish(ctx context.Context, entries []entry) ([]entry, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	cmds, err := s.fast.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for _, e := range entries {
+			p.XAdd(ctx, &redis.XAddArgs{Stream: s.key(e.queue), Values: []string{taskIDField, e.id.String()}})
+		}
+		return nil
+	})
+	if err == nil {
+		s.note(nil)
+		return nil, nil
+	}
+	var failed []entry
+	for i, cmd := range cmds {
+		if cmd.Err() != nil {
+			failed = append(failed, entries[i])
+		}
+	}
+	err = fmt.Errorf("publish: %w", err)
+	s.note(err)
+	return failed, err
+}
+
+// next returns up to n new messages of the queues, or none after the blocking
+// time. Redis cannot tell a cancelled reader from a waiting one, so the end of ctx
+// does not interrupt it (redis/go-redis#2276): the blocking time bounds a shutdown.
+// A missing group is made again, and nothing is returned.
+func (s *stream) next(ctx context.Context, n int) ([]message, error) {
+	n = min(n, maxRead)
+	if len(s.queues) == 1 {
+		return s.read(ctx, s.queues, n, s.block)
+	}
+	var all []message
+	order := s.shuffled()
+	total := 0
+	for _, q := range order {
+		total += q.weight
+	}
+	// First everybody's share by weight, then what is left in the same order.
+	for _, pass := range []func(queueWeight) int{
+		func(q queueWeight) int { return min(max(1, n*q.weight/total), n-len(all)) },
+		func(queueWeight) int { return n - len(all) },
+	} {
+		for i := range order {
+			count := pass(order[i])
+			if count == 0 {
+				return all, nil
+			}
+			messages, err := s.read(ctx, order[i:i+1], count, -1)
+			if err != nil {
+				return all, err
+			}
+			all = append(all, messages...)
+		}
+	}
+	if len(all) > 0 {
+		return all, nil
+	}
+	// COUNT holds for each stream of a call, so no more streams than free slots.
+	order = order[:min(n, len(order))]
+	messages, err := s.read(ctx, order, n/len(order), s.block)
+	if hasPrefix(err, "CROSSSLOT") { // a cluster: the streams live on different nodes
+		return s.read(ctx, order[:1], n, s.block/time.Duration(len(s.queues)))
+	}
+	return messages, err
+}
+
+// shuffled returns the queues in a random order in which a heavier one is likelier
+// to come early.
+func (s *stream) shuffled() []queueWeight {
+	rest := slices.Clone(s.queues)
+	order := make([]queueWeight, 0, len(rest))
+	for len(rest) > 0 {
+		total := 0
+		for _, q := range rest {
+			total += q.weight
+		}
+		pick, i := rand.IntN(total), 0
+		for pick >= rest[i].weight {
+			pick -= rest[i].weight
+			i++
+		}
+		order = append(order, rest[i])
+		rest = slices.Delete(rest, i, i+1)
+	}
+	return order
+}
+
+// read is one XREADGROUP; block < 0 does not wait.
+func (s *stream) read(ctx context.Context, queues []queueWeight, count int, block time.Duration) ([]message, error) {
+	// The deadline frees a reader whose server froze while it waited.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), max(block, 0)+2*commandLimit)
+	defer cancel()
+	keys := make([]string, 0, 2*len(queues))
+	byKey := make(map[string]string, len(queues))
+	for _, q := range queues {
+		keys = append(keys, s.key(q.name))
+		byKey[s.key(q.name)] = q.name
+	}
+	for range queues {
+		keys = append(keys, ">")
+	}
+	reply, err := s.blocking.XReadGroup(ctx, &redis.XReadGroupArgs{
+		Group:    s.group,
+		Consumer: s.consumer,
+		Streams:  keys,
+		Count:    int64(count),
+		Block:    block,
+	}).Result()
+	switch {
+	case errors.Is(err, redis.Nil):
+		return nil, nil
+	case hasPrefix(err, "NOGROUP"), hasPrefix(err, "UNBLOCKED"):
+		for _, q := range queues {
+			if err := s.ensure(ctx, q.name); err != nil {
+				return nil, err
+			}
+		}
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("read stream: %w", err)
+	}
+	var messages []message
+	for _, r := range reply {
+		for _, m := range r.Messages {
+			messages = append(messages, newMessage(byKey[r.Stream], m))
+		}
+	}
+	return messages, nil
+}
+
+func newMessage(queue string, m redis.XMessage) message {
+	text, _ := m.Values[taskIDField].(string)
+	id, err := uuid.Parse(text)
+	if err != nil || len(text) != 36 {
+		id = uuid.Nil
+	}
+	return message{id: m.ID, queue: queue, taskID: id}
+}
+
+// drop acknowledges and deletes entries, in a plain pipeline: on a full Redis
+// everything inside MULTI is refused, and the stream could never drain. Call it
+// only after PostgreSQL answered about the tasks. What could not be dropped stays pending
+// and is found again by the reclaimer.
+func (s *stream) drop(ctx context.Context, messages []message) error {
+	if len(messages) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	_, err := s.fast.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for queue, ids := range idsByQueue(messages) {
+			p.XAck(ctx, s.key(queue), s.group, ids...)
+			p.XDel(ctx, s.key(queue), ids...)
+		}
+		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("drop entries: %w", err)
+	}
+	return nil
+}
+
+// keep resets the idle time of entries this consumer is working on, without
+// counting a delivery, so that no reclaimer takes them.
+func (s *stream) keep(ctx context.Context, messages []message) error {
+	if len(messages) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	_, err := s.fast.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for queue, ids := range idsByQueue(messages) {
+			p.XClaimJustID(ctx, &redis.XClaimArgs{Stream: s.key(queue), Group: s.group, Consumer: s.consumer, Messages: ids})
+		}
+		return nil
+	})
+	if err != nil && !hasPrefix(err, "NOGROUP") {
+		return fmt.Errorf("keep entries: %w", err)
+	}
+	return nil
+}
+
+func idsByQueue(messages []message) map[string][]string {
+	ids := make(map[string][]string)
+	for _, m := range messages {
+		ids[m.queue] = append(ids[m.queue], m.id)
+	}
+	return ids
+}
+
+// An idleEntry is one that was delivered and neither dropped nor kept for a while.
+type idleEntry struct {
+	id         string
+	consumer   string
+	idle       time.Duration
+	deliveries int64
+}
+
+const idlePage = 100
+
+// idleEntries returns a page of the entries of a queue that have been idle for at least
+// minIdle, from the id start on ("-" = the first), and the id to go on from: empty
+// after the last page. The filter is on the server's side: a page of the oldest
+// entries, kept fresh by heartbeats, would hide the dead ones behind it.
+func (s *stream) idleEntries(ctx context.Context, queue string, minIdle time.Duration, start string) ([]idleEntry, string, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	pending, err := s.fast.XPendingExt(ctx, &redis.XPendingExtArgs{
+		Stream: s.key(queue),
+		Group:  s.group,
+		Idle:   minIdle,
+		Start:  start,
+		End:    "+",
+		Count:  idlePage,
+	}).Result()
+	if hasPrefix(err, "NOGROUP") {
+		return nil, "", s.ensure(ctx, queue)
+	}
+	if err != nil {
+		return nil, "", fmt.Errorf("list idle entries: %w", err)
+	}
+	entries := make([]idleEntry, len(pending))
+	for i, p := range pending {
+		entries[i] = idleEntry{id: p.ID, consumer: p.Consumer, idle: p.Idle, deliveries: p.RetryCount}
+	}
+	if len(pending) < idlePage {
+		return entries, "", nil
+	}
+	return entries, nextID(pending[len(pending)-1].ID), nil
+}
+
+// take moves idle entries to this consumer. Of several callers one wins each
+// entry; an entry that was deleted meanwhile leaves the pending list (Redis 7) and does
+// not come back.
+func (s *stream) take(ctx context.Context, queue string, ids []string, minIdle time.Duration) ([]message, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	claimed, err := s.fast.XClaim(ctx, &redis.XClaimArgs{
+		Stream:   s.key(queue),
+		Group:    s.group,
+		Consumer: s.consumer,
+		MinIdle:  minIdle,
+		Messages: ids,
+	}).Result()
+	if err != nil && !errors.Is(err, redis.Nil) {
+		return nil, fmt.Errorf("claim idle entries: %w", err)
+	}
+	messages := make([]message, len(claimed))
+	for i, m := range claimed {
+		messages[i] = newMessage(queue, m)
+	}
+	return messages, nil
+}
+
+// undeliveredAge tells how long the oldest entry that no worker has seen yet has
+// waited, by Redis' own clock; 0 when there is none. It does not use the group's
+// lag, which is null or wrong once entries are deleted (redis/redis#13337).
+func (s *stream) undeliveredAge(ctx context.Context, queue string) (time.Duration, error) {
+	ctx, cancel := context.WithTimeout(ctx, 3*commandLimit)
+	defer cancel()
+	groups, err := s.fast.XInfoGroups(ctx, s.key(queue)).Result()
+	if err != nil && !strings.Contains(err.Error(), "no such key") {
+		return 0, fmt.Errorf("inspect group: %w", err)
+	}
+	last := "0-0"
+	for _, g := range groups {
+		if g.Name == s.group {
+			last = g.LastDeliveredID
+		}
+	}
+	oldest, err := s.fast.XRangeN(ctx, s.key(queue), nextID(last), "+", 1).Result()
+	if err != nil {
+		return 0, fmt.Errorf("find oldest entry: %w", err)
+	}
+	if len(oldest) == 0 {
+		return 0, nil
+	}
+	now, err := s.fast.Time(ctx).Result()
+	if err != nil {
+		return 0, fmt.Errorf("ask redis for its time: %w", err)
+	}
+	ms, _, _ := strings.Cut(oldest[0].ID, "-")
+	added, err := strconv.ParseInt(ms, 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("read entry id %q: %w", oldest[0].ID, err)
+	}
+	return max(0, now.Sub(time.UnixMilli(added))), nil
+}
+
+// nextID is the smallest entry id after id. XPENDING and XRANGE know an exclusive
+// form, "(id", but not every server that speaks the protocol does.
+func nextID(id string) string {
+	ms, seq, _ := strings.Cut(id, "-")
+	n, err := strconv.ParseUint(seq, 10, 64)
+	if err != nil || n+1 == 0 {
+		return id
+	}
+	return ms + "-" + strconv.FormatUint(n+1, 10)
+}
+
+// Deleting a consumer deletes its pending list too, and those entries could never be
+// delivered again; so the check and the deletion are one script.
+var (
+	deleteConsumer = redis.NewScript(`
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+	local c = {}
+	for i = 1, #consumer, 2 do c[consumer[i]] = consumer[i + 1] end
+	if c.name == ARGV[2] and c.pending == 0 then
+		redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], c.name)
+	end
+end`)
+	deleteIdleConsumers = redis.NewScript(`
+local deleted = 0
+for _, consumer in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+	local c = {}
+	for i = 1, #consumer, 2 do c[consumer[i]] = consumer[i + 1] end
+	if c.name ~= ARGV[2] and c.pending == 0 and c.idle > tonumber(ARGV[3]) then
+		redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], c.name)
+		deleted = deleted + 1
+	end
+end
+return deleted`)
+)
+
+// leave removes this consumer from the groups, except where entries are still
+// pending under its name.
+func (s *stream) leave(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, commandLimit)
+	defer cancel()
+	for _, q := range s.queues {
+		err := deleteConsumer.Run(ctx, s.fast, []string{s.key(q.name)}, s.group, s.consumer).Err()
+		if err != nil && !errors.Is(err, redis.Nil) {
+			return fmt.Errorf("leave group: %w", err)
+		}
+	}
+	return nil
+}
+
+// forgetConsumers removes consumers of a queue that have nothing pending and have
+// not been seen for longer than idle: processes that were killed.
+func (s *stream) forgetConsumers(ctx context.Context, queue string, idle time.Duration) (int, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	n, err := deleteIdleConsumers.Run(ctx, s.fast, []string{s.key(queue)}, s.group, s.consumer, idle.Milliseconds()).Int()
+	if err != nil {
+		return 0, fmt.Errorf("remove idle consumers: %w", err)
+	}
+	return n, nil
+}
+
+// hasPrefix reports whether err is a Redis error of that kind: the server's error
+// code is the first word of its text, and go-redis has no type for it.
+func hasPrefix(err error, code string) bool {
+	return err != nil && strings.HasPrefix(err.Error(), code)
+}

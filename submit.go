@@ -1,0 +1,211 @@
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"errors"
+	"io"
+	"mime"
+	"net/http"
+	"strings"
+	"sync"
+
+	"github.com/google/uuid"
+)
+
+// maxPooledBody is the largest buffer that is kept for the next request: a few large
+// bodies must not occupy memory for ever.
+const maxPooledBody = 64 << 10
+
+var errUnstorable = fieldErrors{{Type: "json_unstorable", Loc: []any{"body"}, Msg: "Input holds data that cannot be stored"}}
+
+// bufferPool lends buffers for request bodies.
+type bufferPool struct{ pool sync.Pool }
+
+func (p *bufferPool) get() *bytes.Buffer {
+	if b, ok := p.pool.Get().(*bytes.Buffer); ok {
+		return b
+	}
+	return new(bytes.Buffer)
+}
+
+func (p *bufferPool) put(b *bytes.Buffer) {
+	if b.Cap() <= maxPooledBody {
+		b.Reset()
+		p.pool.Put(b)
+	}
+}
+
+// submit answers POST /tasks. 202 and 200 mean that the task is committed in PostgreSQL;
+// nothing else has to be up.
+func (s *server) submit(w http.ResponseWriter, r *http.Request) {
+	sub, err := s.readSubmission(w, r)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	h, ok := s.handlers.find(sub.Name)
+	if !ok {
+		s.fail(w, r, s.unknownTask())
+		return
+	}
+	if s.backlogged.Load() {
+		s.fail(w, r, errBacklog)
+		return
+	}
+	id, err := uuid.NewV7()
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	// A client that hangs up neither aborts a task that is being accepted nor costs a
+	// connection, which pgx closes when a context ends under it (jackc/pgx#1894).
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), submitLimit)
+	defer cancel()
+	task := &waiter{
+		ctx:         ctx,
+		id:          id,
+		sub:         sub,
+		queue:       cmp.Or(sub.Queue, h.queue, defaultQueue),
+		maxRetries:  h.maxRetries,
+		traceparent: traceparent(r.Header.Get("Traceparent")),
+		done:        make(chan receipt, 1),
+	}
+	if sub.MaxRetries != nil {
+		task.maxRetries = *sub.MaxRetries
+	}
+	o := s.intake.submit(task)
+	if o.err != nil {
+		s.fail(w, r, o.err)
+		return
+	}
+	writeAccepted(w, o, sub.Key)
+}
+
+// unknownTask returns the error for a name without a handler: a typo must never
+// become a dead task.
+func (s *server) unknownTask() error {
+	msg := "There is no such task; known names: " + strings.Join(s.handlers.names(), ", ")
+	return fieldErrors{{Type: "unknown_task", Loc: []any{"body", "name"}, Msg: msg}}
+}
+
+// writeAccepted answers with the task as the original did: five members, of which status
+// is "accepted" for a new task and the current one for a replay.
+func writeAccepted(w http.ResponseWriter, o receipt, key string) {
+	h := w.Header()
+	id := o.id.String()
+	h.Set("Location", "/tasks/"+id)
+	code := http.StatusAccepted
+	if o.replayed {
+		code = http.StatusOK
+		h.Set("Idempotent-Replayed", "true")
+	} else {
+		h.Set("Retry-After", "1")
+	}
+	b := make([]byte, 0, 160+len(o.name)+len(key))
+	b = append(append(b, `{"task_id":"`...), id...)
+	b = appendString(append(b, `","name":`...), o.name)
+	b = appendString(append(b, `,"status":`...), cmp.Or(o.status, "accepted"))
+	b = appendTime(append(b, `,"accepted_at":`...), &o.created)
+	b = append(b, `,"idempotency_key":`...)
+	if key != "" {
+		b = appendString(b, key)
+	} else {
+		b = append(b, "null"...)
+	}
+	writeBody(w, code, "application/json", append(b, '}'))
+}
+
+// readSubmission checks a request in the order of http.md 3.3, so that of several errors
+// a client always sees the same one.
+func (s *server) readSubmission(w http.ResponseWriter, r *http.Request) (submission, error) {
+	if err := checkMedia(r.Header); err != nil {
+		return submission{}, err
+	}
+	if r.ContentLength > maxBodyBytes {
+		return submission{}, errTooLarge
+	}
+	key, err := parseKeyHeader(r.Header.Values("Idempotency-Key"))
+	if err != nil {
+		return submission{}, err
+	}
+	buf := s.buffers.get()
+	defer s.buffers.put(buf)
+	if err := readBody(buf, w, r); err != nil {
+		return submission{}, err
+	}
+	// The submission holds copies only, so the buffer may go back.
+	return parseSubmission(buf.Bytes(), key, s.limits)
+}
+
+// readBody reads a body of at most maxBodyBytes, however it is framed.
+func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request) error {
+	_, err := io.Copy(buf, http.MaxBytesReader(w, r.Body, maxBodyBytes))
+	if _, large := errors.AsType[*http.MaxBytesError](err); large {
+		return errTooLarge
+	}
+	if err != nil {
+		return errBodyUnread
+	}
+	return nil
+}
+
+// checkMedia refuses bodies that do not say they are JSON, which also keeps out the
+// requests that a browser sends across origins without asking, and
+// compressed ones, which may be bombs.
+func checkMedia(h http.Header) error {
+	types := h.Values("Content-Type")
+	if len(types) != 1 || !isJSON(types[0]) {
+		return unsupported("The Content-Type must be application/json in UTF-8.", "Accept-Post", "application/json")
+	}
+	for _, coding := range h.Values("Content-Encoding") {
+		if coding != "" && !strings.EqualFold(coding, "identity") {
+			return unsupported("The body must not be compressed.", "Accept-Encoding", "identity")
+		}
+	}
+	return nil
+}
+
+func isJSON(contentType string) bool {
+	if contentType == "application/json" {
+		return true
+	}
+	media, params, err := mime.ParseMediaType(contentType)
+	if err != nil {
+		return false
+	}
+	if charset, given := params["charset"]; given && !strings.EqualFold(charset, "utf-8") {
+		return false
+	}
+	subtype, ok := strings.CutPrefix(media, "application/")
+	return ok && (subtype == "json" || strings.HasSuffix(subtype, "+json"))
+}
+
+func unsupported(detail, header, value string) *httpError {
+	return &httpError{
+		status: http.StatusUnsupportedMediaType,
+		name:   "unsupported-media-type",
+		title:  "Unsupported media type",
+		detail: detail,
+		header: [2]string{header, value},
+	}
+}
+
+// traceparent returns a W3C trace context if it is well-formed, else "": tracing is never
+// a reason to refuse a task.
+func traceparent(text string) string {
+	if len(text) != 55 || text[2] != '-' || text[35] != '-' || text[52] != '-' {
+		return ""
+	}
+	version, trace, parent, flags := text[:2], text[3:35], text[36:52], text[53:]
+	for _, part := range []string{version, trace, parent, flags} {
+		if strings.Trim(part, "0123456789abcdef") != "" {
+			return ""
+		}
+	}
+	if version == "ff" || strings.Trim(trace, "0") == "" || strings.Trim(parent, "0") == "" {
+		return ""
+	}
+	return text
+}
