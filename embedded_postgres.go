@@ -52,7 +52,7 @@ func startPostgres(ctx context.Context, log *slog.Logger, cfg config) (*embedded
 	}
 	if err := p.start(ctx, cfg); err != nil {
 		p.lock.Close()
-		return nil, fmt.Errorf("embedded postgres: %w", err)
+		return nil, err
 	}
 	log.Info("embedded postgres ready", "version", p.version, "path", p.dir, "addr", p.socket, "took_ms", time.Since(began).Milliseconds())
 	return p, nil

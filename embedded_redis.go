@@ -31,11 +31,7 @@ func startRedis(ctx context.Context, log *slog.Logger, cfg config) (*embeddedRed
 	if program == "" {
 		return startMiniredis(log)
 	}
-	r, err := startRedisChild(ctx, log, cfg, program, version)
-	if err != nil {
-		return nil, fmt.Errorf("embedded redis: %w", err)
-	}
-	return r, nil
+	return startRedisChild(ctx, log, cfg, program, version)
 }
 
 // url returns where it listens, in the form that go-redis' ParseURL takes.
