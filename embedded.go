@@ -66,6 +66,14 @@ func serverEnv() []string {
 	return env
 }
 
+// explainRoot adds to a refusal what root lacks, as in a container that drops all capabilities.
+func explainRoot(err error) error {
+	if os.Geteuid() != 0 || !errors.Is(err, os.ErrPermission) {
+		return err
+	}
+	return fmt.Errorf("%w (root needs the capabilities CHOWN, DAC_OVERRIDE, KILL, SETGID and SETUID to run PostgreSQL as another user, or run nexusflow as an ordinary user)", err)
+}
+
 // serverLog is the file a server writes its own log to.
 type serverLog struct {
 	file  *os.File

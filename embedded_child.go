@@ -50,7 +50,7 @@ func startChild(name string, cmd *exec.Cmd, log *serverLog) (*child, error) {
 		close(c.done)
 	}()
 	if err := <-started; err != nil {
-		return nil, fmt.Errorf("start %s (root needs the capabilities CHOWN, SETUID, SETGID and KILL): %w", name, err)
+		return nil, fmt.Errorf("start %s: %w", name, explainRoot(err))
 	}
 	return c, nil
 }

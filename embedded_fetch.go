@@ -112,7 +112,7 @@ func fetchInto(ctx context.Context, log *slog.Logger, base, data string) (string
 		return "", fmt.Errorf("make cache folder: %w", err)
 	}
 	url := strings.TrimRight(base, "/") + "/io/zonky/test/postgres/" + artefact + "/" + fetchVersion + "/" + artefact + "-" + fetchVersion + ".jar"
-	log.Info("no postgres installed, fetching it once", "version", fetchVersion, "addr", url)
+	log.Info("fetching postgres once because none is installed", "version", fetchVersion, "addr", url)
 	f := newFetcher(log)
 	jar := filepath.Join(temp, "postgres.jar")
 	if err := f.download(ctx, url, jar); err != nil {

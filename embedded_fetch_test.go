@@ -13,6 +13,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -212,6 +213,20 @@ func TestFetchStall(t *testing.T) {
 	}
 	if err := f.get(t.Context(), s.URL, io.Discard, 999); err == nil || !strings.Contains(err.Error(), "more than the 999") {
 		t.Errorf("get = %v, want the size refused", err)
+	}
+}
+
+// A slow download says that it goes on.
+func TestFetchProgress(t *testing.T) {
+	t.Parallel()
+	var lines bytes.Buffer
+	p := &progress{log: slog.New(slog.NewTextHandler(&lines, nil)), r: strings.NewReader("12345"), total: 10,
+		said: time.Now().Add(-2 * fetchSayEach), moved: func() {}}
+	if _, err := io.Copy(io.Discard, p); err != nil {
+		t.Fatal(err)
+	}
+	if got := lines.String(); strings.Count(got, "\n") != 1 || !strings.Contains(got, "bytes=5 total_bytes=10") {
+		t.Errorf("log = %q, want one line with bytes=5 total_bytes=10", got)
 	}
 }
 

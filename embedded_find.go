@@ -40,10 +40,14 @@ var postgresFolders = []string{
 // pg_config says, and the usual folders. The error is errNoPostgres when there is none.
 func findPostgres(explicit string) (string, error) {
 	if explicit != "" {
-		if err := usablePostgres(explicit); err != nil {
+		dir, err := filepath.Abs(explicit)
+		if err == nil {
+			err = usablePostgres(dir)
+		}
+		if err != nil {
 			return "", fmt.Errorf("EMBEDDED_POSTGRES_BIN: %w", err)
 		}
-		return filepath.Abs(explicit)
+		return dir, nil
 	}
 	dirs := installedPostgres()
 	if len(dirs) == 0 {
@@ -113,7 +117,7 @@ func majorVersion(ctx context.Context, dir string) (major, version string, err e
 	}
 	out, err := cmd.Output()
 	if err != nil {
-		return "", "", fmt.Errorf("ask postgres in %s for its version: %w", dir, err)
+		return "", "", fmt.Errorf("ask postgres in %s for its version: %w", dir, explainRoot(err))
 	}
 	major, version = parseVersion(string(out))
 	if major == "" {

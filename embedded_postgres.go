@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
-	"os/user"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -53,7 +52,7 @@ func startPostgres(ctx context.Context, log *slog.Logger, cfg config) (*embedded
 	}
 	if err := p.start(ctx, cfg); err != nil {
 		p.lock.Close()
-		return nil, fmt.Errorf("embedded postgres: %w", err)
+		return nil, err
 	}
 	log.Info("embedded postgres ready", "version", p.version, "path", p.dir, "addr", p.socket, "took_ms", time.Since(began).Milliseconds())
 	return p, nil
@@ -144,7 +143,7 @@ func choosePostgres(ctx context.Context, log *slog.Logger, cfg config, dir, majo
 		seen = append(seen, "PostgreSQL "+version+" in "+bin)
 	}
 	fetchable, _, _ := strings.Cut(fetchVersion, ".")
-	if cfg.EmbeddedPostgresBin == "" && (major == "" || major == fetchable) {
+	if cfg.EmbeddedPostgresBin == "" && (len(candidates) == 0 && major == "" || major == fetchable) {
 		bin, err := fetchPostgres(ctx, log, cfg.EmbeddedPostgresURL, filepath.Dir(dir))
 		if err != nil {
 			return "", "", err
@@ -163,9 +162,6 @@ func choosePostgres(ctx context.Context, log *slog.Logger, cfg config, dir, majo
 // initCluster makes the cluster in a folder beside and renames it into place, so
 // that a kill at any line leaves no half cluster under the final name.
 func (p *embeddedPostgres) initCluster(ctx context.Context) error {
-	if _, err := user.LookupId(fmt.Sprint(os.Geteuid())); err != nil {
-		return fmt.Errorf("make cluster: PostgreSQL needs a user that /etc/passwd knows: %w", err)
-	}
 	left, _ := filepath.Glob(p.dir + ".initdb-*") // of starts that were killed
 	for _, dir := range left {
 		os.RemoveAll(dir)
@@ -189,6 +185,9 @@ func (p *embeddedPostgres) initCluster(ctx context.Context) error {
 	cmd.Dir = dir
 	p.user.run(cmd)
 	if err := runChild(ctx, "initdb", cmd, log); err != nil {
+		if strings.Contains(err.Error(), "look up effective user ID") {
+			err = fmt.Errorf("%w: PostgreSQL needs to run as a user that /etc/passwd knows", err)
+		}
 		return err
 	}
 	if err := os.Rename(dir, p.dir); err != nil {

@@ -31,11 +31,7 @@ func startRedis(ctx context.Context, log *slog.Logger, cfg config) (*embeddedRed
 	if program == "" {
 		return startMiniredis(log)
 	}
-	r, err := startRedisChild(ctx, log, cfg, program, version)
-	if err != nil {
-		return nil, fmt.Errorf("embedded redis: %w", err)
-	}
-	return r, nil
+	return startRedisChild(ctx, log, cfg, program, version)
 }
 
 // url returns where it listens, in the form that go-redis' ParseURL takes.
@@ -91,7 +87,7 @@ func startMiniredis(log *slog.Logger) (*embeddedRedis, error) {
 	stopping := make(chan struct{})
 	var clock sync.WaitGroup
 	clock.Go(func() { passTime(m, stopping) })
-	log.Info("embedded redis ready: miniredis without persistence, because no redis-server 6.2 or newer is installed", "addr", m.Addr())
+	log.Info("embedded redis ready", "service", "miniredis without persistence", "cause", "no redis-server 6.2 or newer is installed", "addr", m.Addr())
 	return &embeddedRedis{
 		address:  "redis://:" + password + "@" + m.Addr(),
 		waitFunc: func() error { <-stopping; return nil },

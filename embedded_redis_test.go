@@ -129,7 +129,7 @@ func TestEmbeddedRedisKilled(t *testing.T) {
 		t.Errorf("%d messages pending, want 2", got)
 	}
 	_, line := launchProgram(t, "redis", temp)
-	want := fmt.Sprintf("error embedded redis: %s/data/redis is in use by another nexusflow (process %d)", temp, p.cmd.Process.Pid)
+	want := fmt.Sprintf("error %s/data/redis is in use by another nexusflow (process %d)", temp, p.cmd.Process.Pid)
 	if !strings.HasPrefix(line, want) {
 		t.Errorf("second program said %q, want %q", line, want)
 	}

@@ -97,7 +97,7 @@ func (u *account) give(path string) error {
 		return nil
 	}
 	if err := os.Lchown(path, int(u.uid), int(u.gid)); err != nil {
-		return fmt.Errorf("give folder to user %s (root needs the capabilities CHOWN, SETUID, SETGID and KILL): %w", u.name, err)
+		return fmt.Errorf("give folder to user %s: %w", u.name, explainRoot(err))
 	}
 	return nil
 }

@@ -39,6 +39,7 @@ type gateway struct {
 // testConfig returns the settings that a gateway reads, at their defaults.
 func testConfig() config {
 	return config{
+		Gateway:        true,
 		MaxRetries:     3,
 		TaskTimeout:    5 * time.Minute,
 		MaxTaskTimeout: 24 * time.Hour,

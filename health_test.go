@@ -57,7 +57,8 @@ func TestReadyWhenFrozen(t *testing.T) {
 			t.Cleanup(func() { conn.Close() })
 		}
 	}()
-	g := startGateway(t, "postgres://nobody@"+silent.Addr().String()+"/none?sslmode=disable", nil)
+	var lines lineLog
+	g := startGatewayLog(t, "postgres://nobody@"+silent.Addr().String()+"/none?sslmode=disable", nil, lines.logger())
 	var wg sync.WaitGroup
 	start := time.Now()
 	for range 20 {
@@ -95,6 +96,9 @@ func TestReadyWhenFrozen(t *testing.T) {
 		}
 	}
 	wg.Wait()
+	if n := lines.count("postgres does not serve"); n != 1 {
+		t.Errorf("%d lines say that PostgreSQL is away, want 1", n)
+	}
 }
 
 // PostgreSQL stopped: 503 at once, nothing else, and service as before when it is back.

@@ -159,7 +159,9 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	s.intake.note(err)
+	if !timedOut(err) {
+		s.intake.note(err)
+	}
 	if err != nil {
 		s.fail(w, r, err)
 		return

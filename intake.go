@@ -160,7 +160,9 @@ func (in *intake) store(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) e
 		refuse(left, errUnstorable)
 		return nil
 	}
-	in.note(err)
+	if pool == in.pools.submit || !timedOut(err) {
+		in.note(err)
+	}
 	refuse(left, err)
 	return err
 }
@@ -303,21 +305,21 @@ func (in *intake) found(ws []*waiter, rows []db.TasksByKeyRow) (left []*waiter) 
 }
 
 // note writes one line when PostgreSQL goes away and one when it is back, however many
-// requests notice. A statement that ran out of time says nothing about either.
+// requests notice.
 func (in *intake) note(err error) {
 	switch {
 	case err == nil:
 		if in.away.Load() && in.away.CompareAndSwap(true, false) {
 			in.log.Info("postgres is back")
 		}
-	case timedOut(err), errors.Is(err, context.Canceled), errors.Is(err, errContended):
+	case errors.Is(err, context.Canceled), errors.Is(err, errContended):
 	case in.away.CompareAndSwap(false, true):
 		in.log.Warn("postgres does not serve", "err", err)
 	}
 }
 
-// timedOut reports whether err comes from a time limit of ours or the statement's, and so
-// says nothing about whether PostgreSQL can be reached.
+// timedOut reports whether err comes from a time limit of ours or the statement's. If the
+// statement may have waited for somebody's lock, that says nothing about PostgreSQL.
 func timedOut(err error) bool {
 	state := sqlState(err)
 	return errors.Is(err, context.DeadlineExceeded) || state == "57014" || state == lockTimedOut

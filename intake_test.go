@@ -420,6 +420,7 @@ func BenchmarkSubmit(b *testing.B) {
 	g := startGatewayLog(b, newDatabase(b), nil, discardLog())
 	h := g.server.handler()
 	b.SetParallelism(32)
+	b.ResetTimer()
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
 			r := httptest.NewRequest("POST", "/tasks", strings.NewReader(`{"name":"a","payload":{"file":"clip.mp4"}}`))
