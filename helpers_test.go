@@ -183,8 +183,9 @@ func startPostgresServer(t testing.TB) *postgresServer {
 // A postgresServer is a private cluster, reachable by a socket in its own folder.
 type postgresServer struct {
 	bin    string
-	dir    string // holds data and the socket
-	socket string // the socket's path, for a proxy
+	dir    string   // holds data and the socket
+	socket string   // the socket's path, for a proxy
+	env    []string // beside the environment, from the next start on
 	proc   *serverProcess
 }
 
@@ -227,6 +228,7 @@ func (s *postgresServer) start(settings ...string) error {
 		proc, err := startServer(func() (*exec.Cmd, error) {
 			cmd := exec.Command(filepath.Join(s.bin, "postgres"), args...)
 			cmd.Dir = s.dir
+			cmd.Env = append(os.Environ(), s.env...)
 			apart(cmd)
 			return cmd, asServerUser(cmd)
 		})
@@ -447,7 +449,9 @@ func startServer(command func() (*exec.Cmd, error)) (*serverProcess, error) {
 		cmd, err := command()
 		if err == nil {
 			p.cmd = cmd
-			cmd.Stdout, cmd.Stderr = p.out, p.out
+			if cmd.Stdout == nil {
+				cmd.Stdout, cmd.Stderr = p.out, p.out
+			}
 			err = cmd.Start()
 		}
 		started <- err
