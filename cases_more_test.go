@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -94,9 +95,7 @@ func TestCase105NothingLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	env := map[string]string{"HANDLERS_FILE": file, "DATABASE_URL": b.pg.dsn(b.name), "REDIS_URL": b.rd.url}
-	for name, value := range b.env {
-		env[name] = value
-	}
+	maps.Copy(env, b.env)
 	b.db.Reset()
 	before := runtime.NumGoroutine()
 	ctx, cancel := context.WithCancel(t.Context())
