@@ -27,6 +27,13 @@ const (
 	exitUsage   = 2
 )
 
+const (
+	// lastGrace is what all parts have after SHUTDOWN_GRACE to end, a moment more than
+	// handing back takes, and closeGrace what the pools have after that: rule 12's two seconds.
+	lastGrace  = stopGrace + 50*time.Millisecond
+	closeGrace = 200 * time.Millisecond
+)
+
 // A usageError is a mistake in settings, handlers file or arguments.
 type usageError struct{ error }
 
@@ -66,7 +73,7 @@ func invoke(ctx context.Context, args []string) error {
 }
 
 // run serves until ctx ends or a part fails, and returns when everything it started
-// has ended. ready is called with the listener's address once requests are answered.
+// has ended, or two seconds after SHUTDOWN_GRACE when a server is silent and a part waits for it. ready is called with the listener's address once requests are answered.
 func run(ctx context.Context, getenv func(string) string, environ []string, logw io.Writer, ready func(addr string)) error {
 	cfg, warnings, err := loadConfig(getenv, environ, isTerminal(logw))
 	log := newLogger(logw, cfg)
@@ -119,7 +126,14 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 	if err != nil {
 		return err
 	}
-	defer pools.close()
+	defer func() {
+		closed := make(chan struct{})
+		go func() {
+			defer close(closed)
+			pools.close()
+		}()
+		doneBefore(closed, time.Now().Add(closeGrace)) // a silent server says no farewell
+	}()
 	if err := checkSchema(ctx, pools.api); err != nil {
 		return err
 	}
@@ -135,6 +149,7 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 // at the signal or with the first failure and stops what takes in work; live ends
 // when that has drained and stops what brings work to its end (rule 12).
 func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, l net.Listener, died <-chan error, ready func(string)) error {
+	asked := ctx // ends when somebody wants the process to stop, and not when a part fails
 	g, ctx := errgroup.WithContext(ctx)
 	live, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
@@ -176,10 +191,12 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 			return nil
 		}
 	})
+	overdue := make(chan struct{})
 	g.Go(func() error {
 		<-ctx.Done()
 		log.Info("shutting down", "cause", context.Cause(ctx))
 		deadline := time.Now().Add(cfg.ShutdownGrace)
+		time.AfterFunc(time.Until(deadline)+lastGrace, func() { close(overdue) })
 		defer stop()
 		srv.drain()
 		var wg sync.WaitGroup
@@ -198,8 +215,20 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 
 	log.Info("listening", "addr", l.Addr().String())
 	ready(l.Addr().String())
-	err := g.Wait()
-	if cfg.Worker {
+	ended := make(chan error, 1)
+	go func() { ended <- g.Wait() }()
+	var err error
+	select {
+	case err = <-ended:
+	case <-overdue:
+		// Statements are on their way to a server that is silent. Whether they arrive or
+		// not, others go on from what is stored.
+		log.Error("parts did not end in time")
+		if asked.Err() == nil {
+			err = context.Cause(ctx)
+		}
+	}
+	if cfg.Worker && s.up() {
 		if err := s.leave(context.WithoutCancel(ctx)); err != nil {
 			log.Debug("leave group", "err", err)
 		}
