@@ -459,3 +459,43 @@ func TestFaultLostReplies(t *testing.T) {
 	}
 	b.check()
 }
+
+// A process that is told to stop while a server is silent or away ends in time all the same.
+func TestFaultStopDuringOutage(t *testing.T) {
+	longFault(t)
+	for _, c := range []struct {
+		name string
+		link func(*instance) *link
+		mode linkMode
+	}{
+		{"postgres silent", func(m *instance) *link { return m.pg }, blackHole},
+		{"postgres away", func(m *instance) *link { return m.pg }, refused},
+		{"redis silent", func(m *instance) *link { return m.rd }, blackHole},
+		{"redis away", func(m *instance) *link { return m.rd }, refused},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			b := newBed(t)
+			a := b.started("A")[0]
+			ids := a.submitMany(3, `{"name":"probe","payload":{"do":"hold"}}`)
+			b.within(20*time.Second, "3 held", func() bool { return len(b.probe.running()) == 3 })
+			a.disturb()
+			c.link(a).set(c.mode)
+			for range 4 {
+				go a.post(probeTask)
+			}
+			b.pause(500 * time.Millisecond)
+			took, code := a.stop()
+			t.Logf("ended with code %d after %v", code, took)
+			if code != 0 || took > faultGrace+2*time.Second+time.Second {
+				t.Errorf("ended with code %d after %v, want 0 within %v", code, took, faultGrace+2*time.Second)
+			}
+			c.link(a).set(pass)
+			a.calm()
+			b.probe.release()
+			a.start()
+			b.within(30*time.Second, "completed", b.allAre(ids, statusCompleted), b.openTasks)
+			b.check()
+		})
+	}
+}
