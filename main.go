@@ -73,7 +73,8 @@ func invoke(ctx context.Context, args []string) error {
 }
 
 // run serves until ctx ends or a part fails, and returns when everything it started
-// has ended, or two seconds after SHUTDOWN_GRACE when a server is silent and a part waits for it. ready is called with the listener's address once requests are answered.
+// has ended, or two seconds after SHUTDOWN_GRACE when a part still waits for a silent server.
+// ready is called with the listener's address once requests are answered.
 func run(ctx context.Context, getenv func(string) string, environ []string, logw io.Writer, ready func(addr string)) error {
 	cfg, warnings, err := loadConfig(getenv, environ, isTerminal(logw))
 	log := newLogger(logw, cfg)
