@@ -115,7 +115,13 @@ func (a *attempt) run() {
 	returned := context.AfterFunc(a.ctx, func() {
 		time.AfterFunc(abandonAfter, func() { a.abandon() })
 	})
-	result, err := a.call()
+	var result any
+	err := error(errTrustEnded)
+	// The answer to the claim may have come so late, or the process may have been stopped
+	// so long, that somebody else has run the task since: then the handler must not begin.
+	if !a.trustEnded() {
+		result, err = a.call()
+	}
 	returned()
 	if a.settled.CompareAndSwap(false, true) {
 		a.settle(a.outcome(result, err))
