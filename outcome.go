@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"time"
 
 	"nexusflow/db"
 
@@ -52,10 +53,13 @@ func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
 		case err == nil:
 			w.conclude(outcomes, verdicts)
 			return
-		case badData(err) && len(outcomes) > 1: // one of them; its neighbours must not suffer
+		case (badData(err) || crowdedOut(err)) && len(outcomes) > 1: // one of them; its neighbours must not suffer
 			for _, o := range outcomes {
 				w.storeKind(kind, []outcome{o})
 			}
+			return
+		case crowdedOut(err):
+			w.storeLater(outcomes[0])
 			return
 		case badData(err):
 			w.storeUnstorable(outcomes[0], err)
@@ -64,6 +68,24 @@ func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
 		if !sleep(w.storing, reconnect.delay(failures)) {
 			return
 		}
+	}
+}
+
+// storeLater puts an outcome aside whose row somebody else holds locked, a user's open
+// transaction perhaps. It stays held, so its lease goes on.
+func (w *worker) storeLater(o outcome) {
+	time.AfterFunc(reconnect.max, func() {
+		if w.locked.add(w.storing, o) != nil {
+			w.log.Debug("outcome given up", "task_id", o.attempt.task.ID)
+		}
+	})
+}
+
+// storeLocked tries outcomes again that were put aside, one by one: each may wait
+// for its lock, and none shares a statement.
+func (w *worker) storeLocked(_ context.Context, outcomes []outcome) {
+	for _, o := range outcomes {
+		w.storeKind(o.kind, []outcome{o})
 	}
 }
 
