@@ -35,7 +35,8 @@ func (w *worker) beat(ctx context.Context) error {
 
 // renew is one heartbeat (T3), the row first, then the entries. A lease that has passed
 // is renewed as well, as long as nobody reaped it. What the answer lacks
-// belongs to somebody else: its handler is told to stop.
+// belongs to somebody else: its handler is told to stop. A row that somebody holds
+// locked is left out, and so keeps nobody else's lease from being renewed.
 func (w *worker) renew(ctx context.Context, held []*attempt) error {
 	ids, attempts := make([]uuid.UUID, len(held)), make([]int32, len(held))
 	for i, a := range held {
@@ -44,7 +45,18 @@ func (w *worker) renew(ctx context.Context, held []*attempt) error {
 	limited, cancel := context.WithTimeout(ctx, min(w.cfg.Lease/6, storeLimit))
 	defer cancel()
 	asked := time.Now()
-	rows, err := w.leases.BeatTasks(limited, db.BeatTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), TaskIDs: ids, Attempts: attempts})
+	args := db.BeatTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), TaskIDs: ids, Attempts: attempts}
+	rows, err := w.leases.BeatTasks(limited, args)
+	complete := true // what the rows lack is lost
+	if crowdedOut(err) {
+		complete = false
+		asked = time.Now()
+		var unlocked []db.BeatUnlockedTasksRow
+		unlocked, err = w.leases.BeatUnlockedTasks(limited, db.BeatUnlockedTasksParams(args))
+		for _, r := range unlocked {
+			rows = append(rows, db.BeatTasksRow(r))
+		}
+	}
 	if err != nil {
 		return fmt.Errorf("renew leases: %w", err)
 	}
@@ -65,7 +77,7 @@ func (w *worker) renew(ctx context.Context, held []*attempt) error {
 			if a.message.id != "" {
 				kept = append(kept, a.message)
 			}
-		case a.cancel(errLeaseLost):
+		case complete && a.cancel(errLeaseLost):
 			w.log.Warn("lease lost", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
 		}
 	}

@@ -249,6 +249,7 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	s.onUp = d.wake
 
 	loop("outcomes", w.outcomes.run)
+	loop("locked outcomes", w.locked.run)
 	loop("acknowledgements", w.drops.run)
 	loop("heartbeat", w.beat)
 	loop("lease watch", w.watch)

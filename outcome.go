@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
+	"time"
 
 	"nexusflow/db"
 
@@ -51,10 +53,13 @@ func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
 		case err == nil:
 			w.conclude(outcomes, verdicts)
 			return
-		case badData(err) && len(outcomes) > 1: // one of them; its neighbours must not suffer
+		case (badData(err) || crowdedOut(err)) && len(outcomes) > 1: // one of them; its neighbours must not suffer
 			for _, o := range outcomes {
 				w.storeKind(kind, []outcome{o})
 			}
+			return
+		case crowdedOut(err):
+			w.storeLater(outcomes[0])
 			return
 		case badData(err):
 			w.storeUnstorable(outcomes[0], err)
@@ -63,6 +68,24 @@ func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
 		if !sleep(w.storing, reconnect.delay(failures)) {
 			return
 		}
+	}
+}
+
+// storeLater puts an outcome aside whose row somebody else holds locked, a user's open
+// transaction perhaps. It stays held, so its lease goes on.
+func (w *worker) storeLater(o outcome) {
+	time.AfterFunc(reconnect.max, func() {
+		if w.locked.add(w.storing, o) != nil {
+			w.log.Debug("outcome given up", "task_id", o.attempt.task.ID)
+		}
+	})
+}
+
+// storeLocked tries outcomes again that were put aside, one by one: each may wait
+// for its lock, and none shares a statement.
+func (w *worker) storeLocked(_ context.Context, outcomes []outcome) {
+	for _, o := range outcomes {
+		w.storeKind(o.kind, []outcome{o})
 	}
 }
 
@@ -160,21 +183,35 @@ func (w *worker) finish(a *attempt) {
 	}
 }
 
+// logOutcome writes the line of an attempt. It builds nothing for a level that is off:
+// at full rate that would be a tenth of a task's cost.
 func (w *worker) logOutcome(o outcome, v verdict) {
-	t := o.attempt.task
-	log := w.log.With("task_id", t.ID, "name", t.Name, "attempt", t.Attempt, "took_ms", o.took.Milliseconds())
+	t, ctx := o.attempt.task, context.Background()
+	level, message := slog.LevelInfo, "task handed back"
 	switch {
 	case v.status == statusCompleted:
-		log.Info("task completed")
+		message = "task completed"
 	case v.status == statusFailed:
-		log.Warn("task failed", "err", o.message, "retry_count", v.retryCount)
+		level, message = slog.LevelWarn, "task failed"
 	case v.status == statusCancelled:
-		log.Info("task cancelled")
+		message = "task cancelled"
 	case o.kind == outcomeFail:
-		log.Warn("task will be retried", "err", o.message, "retry_count", v.retryCount, "delay_ms", o.delay.Milliseconds())
-	default:
-		log.Info("task handed back", "cause", o.message)
+		level, message = slog.LevelWarn, "task will be retried"
 	}
+	if !w.log.Enabled(ctx, level) {
+		return
+	}
+	attrs := []slog.Attr{
+		slog.String("task_id", t.ID.String()), slog.String("name", t.Name), slog.Int64("attempt", int64(t.Attempt)),
+		slog.Int64("took_ms", o.took.Milliseconds()),
+	}
+	if o.kind != outcomeComplete {
+		attrs = append(attrs, slog.String("err", o.message), slog.Int64("retry_count", int64(v.retryCount)))
+	}
+	if v.status == statusPending && o.kind == outcomeFail {
+		attrs = append(attrs, slog.Int64("delay_ms", o.delay.Milliseconds()))
+	}
+	w.log.LogAttrs(ctx, level, message, attrs...)
 }
 
 // explainRefused finds out why outcomes changed no row: stored already by a statement

@@ -102,7 +102,14 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			rows, err := q.ExpireTasksByID(ctx, db.ExpireTasksByIDParams{MaxLost: 9, TaskIDs: ids})
 			return expect("ExpireTasksByID", len(rows), err)
 		},
-		claim,
+		func() error {
+			rows, err := q.ClaimUnlockedTasks(ctx, db.ClaimUnlockedTasksParams{LeaseMS: 1000, Worker: "me", TaskIDs: ids})
+			return expect("ClaimUnlockedTasks", len(rows), err)
+		},
+		func() error {
+			rows, err := q.BeatUnlockedTasks(ctx, db.BeatUnlockedTasksParams{LeaseMS: 1000, TaskIDs: ids, Attempts: []int32{attempt + 1}})
+			return expect("BeatUnlockedTasks", len(rows), err)
+		},
 		func() error {
 			attempt++
 			rows, err := q.ReleaseTasks(ctx, db.ReleaseTasksParams{TaskIDs: ids, Attempts: []int32{attempt}, Reasons: []string{"it's over"}})

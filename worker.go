@@ -38,6 +38,7 @@ type worker struct {
 
 	slots    chan struct{} // one token per free slot
 	outcomes *batcher[outcome]
+	locked   *batcher[outcome] // outcomes whose row somebody holds locked
 	drops    *batcher[message]
 	handling sync.WaitGroup // handler goroutines
 
@@ -66,6 +67,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 	w.storing, w.stopStoring = context.WithCancel(context.Background())
 	w.release(cfg.WorkerConcurrency)
 	w.outcomes = newBatcher(outcomeBatch, w.store)
+	w.locked = newBatcher(outcomeBatch, w.storeLocked)
 	w.drops = newBatcher(dropBatch, w.flushDrops)
 	return w
 }
@@ -178,7 +180,15 @@ func (w *worker) take(ctx context.Context, messages []message) {
 func (w *worker) claim(ctx context.Context, ids []uuid.UUID) ([]db.ClaimTasksRow, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeLimit)
 	defer cancel()
-	rows, err := w.claims.ClaimTasks(ctx, db.ClaimTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), Worker: w.cfg.ConsumerName, TaskIDs: ids})
+	args := db.ClaimTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), Worker: w.cfg.ConsumerName, TaskIDs: ids}
+	rows, err := w.claims.ClaimTasks(ctx, args)
+	if crowdedOut(err) { // somebody holds one of the rows, which must not hold up the others
+		var unlocked []db.ClaimUnlockedTasksRow
+		unlocked, err = w.claims.ClaimUnlockedTasks(ctx, db.ClaimUnlockedTasksParams(args))
+		for _, r := range unlocked {
+			rows = append(rows, db.ClaimTasksRow(r))
+		}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("claim: %w", err)
 	}

@@ -460,6 +460,76 @@ func TestHandlerThatIgnoresItsContext(t *testing.T) {
 	s.atRest()
 }
 
+// A row that somebody holds locked, a user with an open transaction, holds up nobody
+// else: not their claims, not their leases, not their outcomes.
+func TestLockedRowHoldsUpNobody(t *testing.T) {
+	t.Parallel()
+	goOn := make(chan struct{})
+	s := startService(t, fastConfig(t), map[string]handlerFunc{
+		"held": func(ctx context.Context, _ task) (any, error) {
+			select {
+			case <-goOn:
+				return "done", nil
+			case <-ctx.Done():
+				return nil, context.Cause(ctx)
+			}
+		},
+	})
+	running, locked := s.insert("held"), s.insert("held", "max_retries=0")
+	for _, id := range []uuid.UUID{running, locked} {
+		s.await(id, statusProcessing)
+	}
+	tx, err := s.pool.Begin(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tx.Rollback(context.Background())
+	var waiting uuid.UUID
+	if err := tx.QueryRow(t.Context(), "SELECT task_id FROM tasks WHERE task_id = $1 FOR UPDATE", locked).Scan(&locked); err != nil {
+		t.Fatal(err)
+	}
+	if err := tx.QueryRow(t.Context(), "INSERT INTO tasks (name) VALUES ('other') RETURNING task_id").Scan(&waiting); err != nil {
+		t.Fatal(err)
+	}
+	// One whose entry arrives while its row is locked, among others.
+	pending := s.insert("other", "run_at=now() + interval '1 hour'")
+	if _, err := tx.Exec(t.Context(), "UPDATE tasks SET run_at = now() WHERE task_id = $1", pending); err != nil {
+		t.Fatal(err)
+	}
+	entries := []entry{{pending, defaultQueue}}
+	var others []uuid.UUID
+	for range 10 {
+		id := s.insert("other")
+		others = append(others, id)
+		entries = append(entries, entry{id, defaultQueue})
+	}
+	s.stream.mustPublish(t, entries)
+	for _, id := range others {
+		wantTask(t, s.await(id, statusCompleted), statusCompleted, 1, 0, 0, "")
+	}
+	// The other lease is renewed past its first end.
+	claimed := s.task(running).LeaseUntil
+	eventually(t, "lease renewed beside the locked one", func() bool {
+		row := s.task(running)
+		return row.LeaseUntil != nil && row.LeaseUntil.After(claimed.Add(2*s.cfg.Lease))
+	})
+	close(goOn)
+	wantTask(t, s.await(running, statusCompleted), statusCompleted, 1, 0, 0, "")
+	if err := tx.Commit(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []uuid.UUID{pending, waiting} {
+		s.await(id, statusCompleted)
+	}
+	// Its lease could not be renewed, so it was stopped in time and given back, or its
+	// result was kept and stored: one way or the other it ends, with its budgets whole.
+	row := s.await(locked, statusCompleted)
+	if row.RetryCount != 0 {
+		t.Errorf("task is %s", describe(row))
+	}
+	s.atRest()
+}
+
 // Fault test 29: what can finish in the grace time does, the rest is handed back with its
 // budgets untouched, and nothing stays pending in the stream.
 func TestShutdownHandsTasksBack(t *testing.T) {

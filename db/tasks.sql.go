@@ -128,6 +128,56 @@ func (q *Queries) BeatTasks(ctx context.Context, arg BeatTasksParams) ([]BeatTas
 	return items, nil
 }
 
+const beatUnlockedTasks = `-- name: BeatUnlockedTasks :many
+UPDATE tasks t
+SET lease_until = now() + ($1::bigint) * interval '1 millisecond'
+FROM (SELECT unnest($2::uuid[]) AS task_id, unnest($3::int[]) AS attempt) h
+WHERE t.task_id = h.task_id
+    AND t.attempt = h.attempt
+    AND t.status = 'processing'
+    AND t.task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY($2::uuid[])
+        FOR UPDATE SKIP LOCKED
+    ))
+RETURNING t.task_id, t.attempt, t.cancel_requested
+`
+
+type BeatUnlockedTasksParams struct {
+	LeaseMS  int64
+	TaskIDs  []uuid.UUID
+	Attempts []int32
+}
+
+type BeatUnlockedTasksRow struct {
+	TaskID          uuid.UUID
+	Attempt         int32
+	CancelRequested bool
+}
+
+// BeatUnlockedTasks is BeatTasks that passes over rows that somebody holds locked: one of
+// them must not cost all others their leases. An attempt that does not come back
+// may be locked or no longer the caller's.
+func (q *Queries) BeatUnlockedTasks(ctx context.Context, arg BeatUnlockedTasksParams) ([]BeatUnlockedTasksRow, error) {
+	rows, err := q.db.Query(ctx, beatUnlockedTasks, arg.LeaseMS, arg.TaskIDs, arg.Attempts)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []BeatUnlockedTasksRow
+	for rows.Next() {
+		var i BeatUnlockedTasksRow
+		if err := rows.Scan(&i.TaskID, &i.Attempt, &i.CancelRequested); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const cancelRequests = `-- name: CancelRequests :many
 SELECT task_id FROM tasks
 WHERE task_id = ANY($1::uuid[])
@@ -294,6 +344,77 @@ func (q *Queries) ClaimTasks(ctx context.Context, arg ClaimTasksParams) ([]Claim
 	var items []ClaimTasksRow
 	for rows.Next() {
 		var i ClaimTasksRow
+		if err := rows.Scan(
+			&i.TaskID,
+			&i.Name,
+			&i.Payload,
+			&i.Queue,
+			&i.Attempt,
+			&i.RetryCount,
+			&i.MaxRetries,
+			&i.TimeoutMS,
+			&i.IdempotencyKey,
+			&i.Traceparent,
+		); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
+const claimUnlockedTasks = `-- name: ClaimUnlockedTasks :many
+UPDATE tasks
+SET status = 'processing',
+    attempt = attempt + 1,
+    lease_until = now() + ($1::bigint) * interval '1 millisecond',
+    locked_by = $2::text,
+    started_at = now(),
+    updated_at = now()
+WHERE task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY($3::uuid[]) AND u.status = 'pending' AND u.run_at <= now()
+        FOR UPDATE SKIP LOCKED
+    ))
+    AND status = 'pending'
+    AND run_at <= now()
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent
+`
+
+type ClaimUnlockedTasksParams struct {
+	LeaseMS int64
+	Worker  string
+	TaskIDs []uuid.UUID
+}
+
+type ClaimUnlockedTasksRow struct {
+	TaskID         uuid.UUID
+	Name           string
+	Payload        json.RawMessage
+	Queue          string
+	Attempt        int32
+	RetryCount     int32
+	MaxRetries     int32
+	TimeoutMS      *int64
+	IdempotencyKey *string
+	Traceparent    *string
+}
+
+// ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
+// when ClaimTasks waited for one in vain. What it passes over stays pending and is
+// published again.
+func (q *Queries) ClaimUnlockedTasks(ctx context.Context, arg ClaimUnlockedTasksParams) ([]ClaimUnlockedTasksRow, error) {
+	rows, err := q.db.Query(ctx, claimUnlockedTasks, arg.LeaseMS, arg.Worker, arg.TaskIDs)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []ClaimUnlockedTasksRow
+	for rows.Next() {
+		var i ClaimUnlockedTasksRow
 		if err := rows.Scan(
 			&i.TaskID,
 			&i.Name,
@@ -497,7 +618,11 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-WHERE t.task_id = ANY($2::uuid[])
+WHERE t.task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY($2::uuid[]) AND u.status = 'processing' AND u.lease_until < now()
+        FOR UPDATE SKIP LOCKED
+    ))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count
@@ -516,7 +641,8 @@ type ExpireTasksByIDRow struct {
 	LostCount int32
 }
 
-// ExpireTasksByID is ExpireTasks for the tasks of reclaimed entries.
+// ExpireTasksByID is ExpireTasks for the tasks of reclaimed entries. It passes over rows
+// that somebody holds locked.
 func (q *Queries) ExpireTasksByID(ctx context.Context, arg ExpireTasksByIDParams) ([]ExpireTasksByIDRow, error) {
 	rows, err := q.db.Query(ctx, expireTasksByID, arg.MaxLost, arg.TaskIDs)
 	if err != nil {
@@ -1020,11 +1146,16 @@ func (q *Queries) TasksByKey(ctx context.Context, idempotencyKeys []string) ([]T
 const unpublishTasks = `-- name: UnpublishTasks :execrows
 UPDATE tasks
 SET published_at = NULL
-WHERE task_id = ANY($1::uuid[])
+WHERE task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY($1::uuid[]) AND u.status = 'pending'
+        FOR UPDATE SKIP LOCKED
+    ))
     AND status = 'pending'
 `
 
 // UnpublishTasks says that pending tasks have no stream entry (T9); the dispatcher adds one.
+// It passes over rows that somebody holds locked; theirs is added when it counts as lost.
 func (q *Queries) UnpublishTasks(ctx context.Context, taskIds []uuid.UUID) (int64, error) {
 	result, err := q.db.Exec(ctx, unpublishTasks, taskIds)
 	if err != nil {

@@ -63,6 +63,26 @@ WHERE task_id = ANY(@task_ids::uuid[])
     AND run_at <= now()
 RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
 
+-- name: ClaimUnlockedTasks :many
+-- ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
+-- when ClaimTasks waited for one in vain. What it passes over stays pending and is
+-- published again.
+UPDATE tasks
+SET status = 'processing',
+    attempt = attempt + 1,
+    lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond',
+    locked_by = @worker::text,
+    started_at = now(),
+    updated_at = now()
+WHERE task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY(@task_ids::uuid[]) AND u.status = 'pending' AND u.run_at <= now()
+        FOR UPDATE SKIP LOCKED
+    ))
+    AND status = 'pending'
+    AND run_at <= now()
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+
 -- name: ClaimDueTasks :many
 -- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
 -- given queues straight from the table. Those without an entry come first, then
@@ -108,6 +128,23 @@ FROM (SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS a
 WHERE t.task_id = h.task_id
     AND t.attempt = h.attempt
     AND t.status = 'processing'
+RETURNING t.task_id, t.attempt, t.cancel_requested;
+
+-- name: BeatUnlockedTasks :many
+-- BeatUnlockedTasks is BeatTasks that passes over rows that somebody holds locked: one of
+-- them must not cost all others their leases. An attempt that does not come back
+-- may be locked or no longer the caller's.
+UPDATE tasks t
+SET lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond'
+FROM (SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt) h
+WHERE t.task_id = h.task_id
+    AND t.attempt = h.attempt
+    AND t.status = 'processing'
+    AND t.task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY(@task_ids::uuid[])
+        FOR UPDATE SKIP LOCKED
+    ))
 RETURNING t.task_id, t.attempt, t.cancel_requested;
 
 -- name: CancelRequests :many
@@ -221,7 +258,8 @@ WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
 
 -- name: ExpireTasksByID :many
--- ExpireTasksByID is ExpireTasks for the tasks of reclaimed entries.
+-- ExpireTasksByID is ExpireTasks for the tasks of reclaimed entries. It passes over rows
+-- that somebody holds locked.
 UPDATE tasks t
 SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= @max_lost::int THEN 'failed' ELSE 'pending' END,
     lost_count = CASE WHEN t.cancel_requested OR t.lost_count >= @max_lost::int THEN t.lost_count ELSE t.lost_count + 1 END,
@@ -233,7 +271,11 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     updated_at = now(),
     lease_until = NULL,
     locked_by = NULL
-WHERE t.task_id = ANY(@task_ids::uuid[])
+WHERE t.task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY(@task_ids::uuid[]) AND u.status = 'processing' AND u.lease_until < now()
+        FOR UPDATE SKIP LOCKED
+    ))
     AND t.status = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
@@ -294,9 +336,14 @@ RETURNING t.task_id, t.queue;
 
 -- name: UnpublishTasks :execrows
 -- UnpublishTasks says that pending tasks have no stream entry (T9); the dispatcher adds one.
+-- It passes over rows that somebody holds locked; theirs is added when it counts as lost.
 UPDATE tasks
 SET published_at = NULL
-WHERE task_id = ANY(@task_ids::uuid[])
+WHERE task_id = ANY(ARRAY(
+        SELECT u.task_id FROM tasks u
+        WHERE u.task_id = ANY(@task_ids::uuid[]) AND u.status = 'pending'
+        FOR UPDATE SKIP LOCKED
+    ))
     AND status = 'pending';
 
 -- name: DeleteFinished :one
