@@ -274,3 +274,83 @@ func (b *bed) redisDo(args ...any) any {
 	}
 	return v
 }
+
+// query is a query past the links whose one value is read into dest.
+func (b *bed) query(dest any, sql string, args ...any) {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.t.Context()), 20*time.Second)
+	defer cancel()
+	if err := b.db.QueryRow(ctx, sql, args...).Scan(dest); err != nil {
+		b.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+func (b *bed) exec(sql string, args ...any) {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.t.Context()), 20*time.Second)
+	defer cancel()
+	if _, err := b.db.Exec(ctx, sql, args...); err != nil {
+		b.t.Fatalf("%s: %v", sql, err)
+	}
+}
+
+// number returns the one number that a query yields.
+func (b *bed) number(sql string, args ...any) int {
+	b.t.Helper()
+	var n int
+	b.query(&n, sql, args...)
+	return n
+}
+
+// A rowState is what tests look at in a row.
+type rowState struct {
+	Status               string
+	Attempt, Retry, Lost int
+	Result, Error        string
+}
+
+func (b *bed) row(id uuid.UUID) rowState {
+	b.t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(b.t.Context()), 20*time.Second)
+	defer cancel()
+	var r rowState
+	err := b.db.QueryRow(ctx, `SELECT status, attempt, retry_count, lost_count, COALESCE(result::text, ''), COALESCE(error_message, '')
+		FROM tasks WHERE task_id = $1`, id).Scan(&r.Status, &r.Attempt, &r.Retry, &r.Lost, &r.Result, &r.Error)
+	if err != nil {
+		b.t.Fatalf("read row %s: %v", id, err)
+	}
+	return r
+}
+
+// countOf returns how many of the tasks have a status.
+func (b *bed) countOf(ids []uuid.UUID, status string) int {
+	b.t.Helper()
+	return b.number("SELECT count(*) FROM tasks WHERE task_id = ANY($1) AND status = $2", ids, status)
+}
+
+// allAre reports whether all the tasks have a status.
+func (b *bed) allAre(ids []uuid.UUID, status string) func() bool {
+	return func() bool { return b.countOf(ids, status) == len(ids) }
+}
+
+// insert submits tasks by SQL, as any program may.
+func (b *bed) insert(n int, payload string) []uuid.UUID {
+	b.t.Helper()
+	rows, err := b.db.Query(b.t.Context(), "INSERT INTO tasks (name, payload) SELECT 'probe', $2::text::jsonb FROM generate_series(1, $1) RETURNING task_id", n, payload)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	defer rows.Close()
+	var ids []uuid.UUID
+	for rows.Next() {
+		var id uuid.UUID
+		if err := rows.Scan(&id); err != nil {
+			b.t.Fatal(err)
+		}
+		ids = append(ids, id)
+	}
+	if err := rows.Err(); err != nil {
+		b.t.Fatal(err)
+	}
+	return ids
+}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/redis/go-redis/v9"
 )
 
 const probeTask = `{"name":"probe","payload":{}}`
@@ -48,27 +49,6 @@ func TestFault27OneKey(t *testing.T) {
 	if n := b.probe.count(); n != 1 {
 		t.Errorf("%d runs, want one", n)
 	}
-}
-
-// Redis is killed, tasks go on being accepted, and run once it is back.
-func TestFault05RedisDown(t *testing.T) {
-	t.Parallel()
-	b := newBed(t)
-	a := b.started("A")[0]
-	b.rd.stop()
-	var ids []uuid.UUID
-	for range 50 {
-		s := a.post(probeTask)
-		if s.code != http.StatusAccepted || s.took > slack*2*time.Second {
-			t.Errorf("POST without Redis = %d after %v, want 202 within 2 s", s.code, s.took)
-		}
-		ids = append(ids, s.id)
-	}
-	if err := b.rd.start(); err != nil {
-		t.Fatal(err)
-	}
-	b.soon(faultRepublish+3*time.Second, "all tasks completed", b.allAre(ids, statusCompleted))
-	b.check()
 }
 
 // A process dies between the commit and the entry in the stream.
@@ -240,28 +220,6 @@ func TestFault23PoisonTask(t *testing.T) {
 	b.check()
 }
 
-// insert submits tasks by SQL, as any program may.
-func (b *bed) insert(n int, payload string) []uuid.UUID {
-	b.t.Helper()
-	rows, err := b.db.Query(b.t.Context(), "INSERT INTO tasks (name, payload) SELECT 'probe', $2::text::jsonb FROM generate_series(1, $1) RETURNING task_id", n, payload)
-	if err != nil {
-		b.t.Fatal(err)
-	}
-	defer rows.Close()
-	var ids []uuid.UUID
-	for rows.Next() {
-		var id uuid.UUID
-		if err := rows.Scan(&id); err != nil {
-			b.t.Fatal(err)
-		}
-		ids = append(ids, id)
-	}
-	if err := rows.Err(); err != nil {
-		b.t.Fatal(err)
-	}
-	return ids
-}
-
 // A task that always fails waits between its attempts without holding a worker.
 func TestFault25Backoff(t *testing.T) {
 	longFault(t)
@@ -330,115 +288,30 @@ func TestFault29GracefulStop(t *testing.T) {
 	b.check()
 }
 
-// Redis is wiped with tasks queued and tasks running.
-func TestFault07Flush(t *testing.T) {
-	t.Parallel()
-	b := newBed(t)
-	a := b.started("A")[0]
-	b.probe.set(holding)
-	held := a.submitMany(4, probeTask)
-	b.within(20*time.Second, "4 held", func() bool { return len(b.probe.running()) == 4 })
-	queued := a.submitMany(200, probeTask)
-	b.redisDo("FLUSHALL")
-	b.probe.release()
-	b.within(60*time.Second, "all completed", b.allAre(append(queued, held...), statusCompleted))
-	b.check()
-	for _, id := range held {
-		if row, n := b.row(id), len(b.probe.of(id)); row.Attempt != 1 || n != 1 {
-			t.Errorf("a held task ran %d times and became %+v", n, row)
-		}
-	}
-}
-
-// PostgreSQL crashes twice while tasks are submitted and run.
-func TestFault12PostgresCrash(t *testing.T) {
+// A task runs much longer than its lease and than the idle time of its entry.
+func TestFault20LongTask(t *testing.T) {
 	longFault(t)
-	b := newBed(t, ownPostgres)
+	b := newBed(t)
 	members := b.started("A", "B")
-	stop := make(chan struct{})
-	var mu sync.Mutex
-	var last time.Time // the last 202
-	var wg sync.WaitGroup
-	for i := range 4 {
-		wg.Go(func() {
-			for n := 0; ; n++ {
-				select {
-				case <-stop:
-					return
-				default:
-				}
-				s := members[i%2].post(`{"name":"probe","payload":{"ms":50}}`)
-				switch s.code {
-				case http.StatusAccepted:
-					mu.Lock()
-					last = time.Now()
-					mu.Unlock()
-				case http.StatusServiceUnavailable:
-				default:
-					t.Errorf("POST while PostgreSQL crashes = %d %s", s.code, s.body)
-				}
-			}
-		})
-	}
-	for range 2 {
-		b.pause(2 * time.Second)
-		for _, m := range members {
-			m.disturb()
-		}
-		b.pg.crash()
-		b.pause(time.Second)
-		if err := b.pg.start(); err != nil {
-			t.Fatal(err)
-		}
-		back := time.Now()
-		b.soon(5*time.Second, "first success", func() bool {
-			mu.Lock()
-			defer mu.Unlock()
-			return last.After(back)
-		})
-		for _, m := range members {
-			m.calm()
-		}
-	}
-	close(stop)
-	wg.Wait()
-	for _, m := range members {
-		if !m.alive() {
-			t.Errorf("%s ended", m.name)
-		}
-	}
-	b.check()
-}
-
-// Copies of entries start nothing.
-func TestFault32Copies(t *testing.T) {
-	t.Parallel()
-	b := newBed(t, with("REQUEUE_BASE_DELAY_MS", "4000", "REQUEUE_MAX_DELAY_MS", "4000"))
-	members := b.started("A", "B")
-	done := members[0].submit(probeTask)
-	b.within(20*time.Second, "completed", b.allAre([]uuid.UUID{done}, statusCompleted))
-	held := members[0].submit(`{"name":"probe","payload":{"do":"hold"}}`)
+	id := members[0].submit(`{"name":"probe","payload":{"do":"hold"}}`)
 	b.within(20*time.Second, "held", func() bool { return len(b.probe.running()) == 1 })
-	retrying := members[0].submit(`{"name":"probe","payload":{"do":"fail once"}}`)
-	b.within(20*time.Second, "waits for its retry", func() bool { return b.row(retrying).Retry == 1 })
-	for range 100 {
-		for _, id := range []uuid.UUID{done, held, retrying} {
-			b.redisDo("XADD", "tasks", "*", "task_id", id.String())
-		}
-	}
-	// One entry is that of the task which runs.
-	b.within(20*time.Second, "copies gone", func() bool { return b.entries() == 1 })
-	if n := b.probe.count(); n != 3 {
-		t.Errorf("%d runs, want 3: a copy started one", n)
-	}
-	b.within(30*time.Second, "retried", b.allAre([]uuid.UUID{retrying}, statusCompleted))
-	runs := b.probe.of(retrying)
-	if gap := runs[1].began.Sub(b.probe.endOf(runs[0])); gap < 3600*time.Millisecond {
-		t.Errorf("retried after %v, before it was due", gap)
-	}
+	owner := b.owner()
+	b.during(4*max(faultLease, faultIdle), "one run, and its entry stays with one consumer", func() bool {
+		return b.probe.count() == 1 && b.owner() == owner
+	})
 	b.probe.release()
 	b.check()
-	if n := b.probe.count(); n != 4 {
-		t.Errorf("%d runs, want 4", n)
+	if row := b.row(id); row.Attempt != 1 || row.Lost != 0 || row.Retry != 0 || b.probe.count() != 1 {
+		t.Errorf("the task ran %d times and became %+v", b.probe.count(), row)
 	}
+}
+
+// owner is the consumer of the one pending entry.
+func (b *bed) owner() string {
+	b.t.Helper()
+	p, err := b.redis.XPendingExt(b.t.Context(), &redis.XPendingExtArgs{Stream: "tasks", Group: "workers", Start: "-", End: "+", Count: 10}).Result()
+	if err != nil || len(p) != 1 {
+		b.t.Fatalf("pending entries: %v, %v, want one", p, err)
+	}
+	return p[0].Consumer
 }
