@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"syscall"
@@ -46,11 +45,8 @@ func newBench(ctx context.Context, o options) (b *bench, err error) {
 	if b.self, err = os.Executable(); err != nil {
 		return b, fmt.Errorf("find this program: %w", err)
 	}
-	b.nexusflow = filepath.Join(b.dir, "nexusflow")
-	build := exec.CommandContext(ctx, "go", "build", "-o", b.nexusflow, ".")
-	build.Dir = ".."
-	if out, err := build.CombinedOutput(); err != nil {
-		return b, fmt.Errorf("build nexusflow: %w: %s", err, out)
+	if err = b.build(ctx); err != nil {
+		return b, err
 	}
 	if err = os.WriteFile(b.handlersFile(), []byte(`{"`+taskName+`": {"go": "noop"}}`), 0o644); err != nil {
 		return b, fmt.Errorf("write handlers file: %w", err)

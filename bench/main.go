@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"slices"
 	"strings"
 	"syscall"
@@ -50,7 +51,8 @@ type options struct {
 	rounds   int
 	tries    int           // repetitions of a step that others disturb; the last one counts anyway
 	maxOther float64       // cores that processes outside the run may use
-	dir      string        // scratch; "" = a temporary folder
+	dir      string        // where the scratch folder is made; "" = where temporary ones are
+	profiles string        // folder for CPU profiles of NexusFlow; "" = none
 	span     time.Duration // one step of posting
 	steady   time.Duration // one step at a fixed low rate
 	drain    int           // tasks loaded before a drain
@@ -88,6 +90,7 @@ func parseOptions(args []string) (options, error) {
 	fs.IntVar(&o.tries, "tries", 0, "times a step that other programs disturb is measured (default 4, with QUICK=1 2)")
 	fs.Float64Var(&o.maxOther, "max-other", 0.3, "cores that other programs may use before a step counts as disturbed")
 	fs.StringVar(&o.dir, "dir", "", "folder on a disk like production's, for the servers' data (default a temporary one)")
+	fs.StringVar(&o.profiles, "cpuprofile", "", "folder for a CPU profile of each NexusFlow process (go tool pprof); costs a few percent")
 	if err := fs.Parse(args); err != nil {
 		return o, err
 	}
@@ -110,7 +113,14 @@ func parseOptions(args []string) (options, error) {
 	if o.tries <= 0 {
 		o.tries = tries
 	}
-	return o, nil
+	if o.profiles == "" {
+		return o, nil
+	}
+	var err error
+	if o.profiles, err = filepath.Abs(o.profiles); err != nil {
+		return o, fmt.Errorf("-cpuprofile: %w", err)
+	}
+	return o, os.MkdirAll(o.profiles, 0o755)
 }
 
 // run measures everything that args ask for and prints the report.

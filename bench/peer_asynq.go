@@ -74,14 +74,15 @@ func (q *asynqQueue) close() {
 	q.inspector.Close()
 }
 
-// asynqAlone enqueues from 32 goroutines, as a program that uses asynq without a gateway does.
-func asynqAlone(ctx context.Context, addr string, database int, span time.Duration, count int) (posted, error) {
+// loadAsynq enqueues n tasks, one by one: asynq has no other way.
+func loadAsynq(ctx context.Context, addr string, database, n int) error {
 	client := asynq.NewClient(asynqRedis(addr, database))
 	defer client.Close()
-	return closedLoop(ctx, producers, span, count, func(_, seq int) error {
+	_, err := closedLoop(ctx, producers, 0, n, func(_, seq int) error {
 		_, err := client.EnqueueContext(ctx, asynq.NewTask(taskName, appendPayload(nil, seq)))
 		return err
 	})
+	return err
 }
 
 // asynqDone follows the counter of processed tasks that asynq keeps in Redis, from before

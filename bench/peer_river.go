@@ -63,7 +63,10 @@ func openPool(ctx context.Context, url string, size int32) (*pgxpool.Pool, error
 	return pgxpool.NewWithConfig(ctx, cfg)
 }
 
-func openRiver(ctx context.Context, o serveOptions) (queue, error) {
+func openRiver(ctx context.Context, o serveOptions) (queue, error) { return newRiverQueue(ctx, o) }
+
+// newRiverQueue brings River's schema up to date and starts its workers, if any.
+func newRiverQueue(ctx context.Context, o serveOptions) (*riverQueue, error) {
 	pool, err := openPool(ctx, o.database, plainPoolSize)
 	if err != nil {
 		return nil, err
@@ -143,38 +146,9 @@ func (q *riverQueue) close() {
 	q.pool.Close()
 }
 
-// insertOnlyRiver opens River for a program that only inserts.
-func insertOnlyRiver(ctx context.Context, url string, conns int32) (*riverQueue, error) {
-	pool, err := openPool(ctx, url, conns)
-	if err != nil {
-		return nil, fmt.Errorf("connect: %w", err)
-	}
-	if err := migrateRiver(ctx, pool); err != nil {
-		return nil, fmt.Errorf("migrate river: %w", err)
-	}
-	client, err := river.NewClient(riverpgxv5.New(pool), &river.Config{Logger: riverLog()})
-	if err != nil {
-		return nil, fmt.Errorf("open river: %w", err)
-	}
-	return &riverQueue{pool: pool, client: client}, nil
-}
-
-// riverAlone inserts from 32 goroutines, as a program that uses River without a gateway does.
-func riverAlone(ctx context.Context, url string, span time.Duration) (posted, error) {
-	q, err := insertOnlyRiver(ctx, url, producers)
-	if err != nil {
-		return posted{}, err
-	}
-	defer q.close()
-	return closedLoop(ctx, producers, span, 0, func(_, seq int) error {
-		_, err := q.enqueue(ctx, taskName, appendPayload(nil, seq))
-		return err
-	})
-}
-
 // loadRiver inserts n jobs by COPY, its fastest way.
 func loadRiver(ctx context.Context, url string, n int) error {
-	q, err := insertOnlyRiver(ctx, url, 4)
+	q, err := newRiverQueue(ctx, serveOptions{database: url})
 	if err != nil {
 		return err
 	}

@@ -21,6 +21,8 @@ type process struct {
 	log    string // file with what it printed
 	exited chan struct{}
 	err    error // set before exited is closed
+
+	beforeStop func(*process) // nil, or called before it is told to stop
 }
 
 // startProcess starts cmd with its output in dir/name.log.
@@ -46,6 +48,9 @@ func (p *process) pid() int { return p.cmd.Process.Pid }
 
 // stop ends the process with sig, by force after 15 s, and waits until it is gone.
 func (p *process) stop(sig os.Signal) {
+	if p.beforeStop != nil {
+		p.beforeStop(p)
+	}
 	p.cmd.Process.Signal(sig) // an error means that it is gone
 	select {
 	case <-p.exited:

@@ -107,7 +107,15 @@ func (b *bench) startNexusflow(ctx context.Context, database string, settings ..
 		"DATA_DIR=" + b.dir,
 		"LOG_LEVEL=warn",
 	}, settings...)
-	return b.launch(ctx, "nexusflow", addr, cmd)
+	if b.opts.profiles == "" {
+		return b.launch(ctx, "nexusflow", addr, cmd)
+	}
+	cmd.Env = append(cmd.Env, "BENCH_PROFILES="+b.opts.profiles)
+	p, err := b.launch(ctx, "nexusflow", addr, cmd)
+	if err == nil {
+		p.beforeStop = b.finishProfile
+	}
+	return p, err
 }
 
 func (b *bench) launch(ctx context.Context, name, addr string, cmd *exec.Cmd) (*process, error) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/google/uuid"
+	"github.com/hibiken/asynq"
 	"github.com/jackc/pgx/v5"
 )
 
@@ -55,28 +56,17 @@ func (b *bench) submit(ctx context.Context) error {
 				return err
 			}
 		}
+		if conns > 1 {
+			continue
+		}
+		if err := b.measure(ctx, submitting(1), bareInsert, b.insertAlone); err != nil {
+			return err
+		}
 	}
-	return b.withoutHTTP(ctx)
-}
-
-// withoutHTTP measures what programs get that use PostgreSQL or a peer without a gateway.
-func (b *bench) withoutHTTP(ctx context.Context) error {
-	if err := b.measure(ctx, submitting(1), bareInsert, b.insertAlone); err != nil {
+	if err := b.measure(ctx, enqueuing, "asynq", b.asynqAlone); err != nil {
 		return err
 	}
-	err := b.measure(ctx, enqueuing, "asynq", func(ctx context.Context) (sample, error) {
-		m := b.newMeter()
-		done, err := asynqAlone(ctx, b.redis.addr, asynqSubject().redisDB, b.opts.span, 0)
-		return done.sample(m.stop()), err
-	})
-	if err != nil {
-		return err
-	}
-	return b.measure(ctx, enqueuing, "river", func(ctx context.Context) (sample, error) {
-		m := b.newMeter()
-		done, err := riverAlone(ctx, b.postgres.url("river"), b.opts.span)
-		return done.sample(m.stop()), err
-	})
+	return b.measure(ctx, enqueuing, "river", b.riverAlone)
 }
 
 // post warms the service up with the same load and then measures it.
@@ -103,8 +93,7 @@ func (b *bench) insertAlone(ctx context.Context) (s sample, err error) {
 		return s, fmt.Errorf("connect to postgres: %w", err)
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	m := b.newMeter()
-	done, err := closedLoop(ctx, 1, b.opts.span, 0, func(_, seq int) error {
+	return b.calls(ctx, 1, func(_, seq int) error {
 		id, err := uuid.NewV7()
 		if err != nil {
 			return err
@@ -114,5 +103,37 @@ func (b *bench) insertAlone(ctx context.Context) (s sample, err error) {
 		}
 		return nil
 	})
+}
+
+// asynqAlone measures asynq used without a gateway.
+func (b *bench) asynqAlone(ctx context.Context) (sample, error) {
+	client := asynq.NewClient(asynqRedis(b.redis.addr, asynqSubject().redisDB))
+	defer client.Close()
+	return b.calls(ctx, producers, func(_, seq int) error {
+		_, err := client.EnqueueContext(ctx, asynq.NewTask(taskName, appendPayload(nil, seq)))
+		return err
+	})
+}
+
+// riverAlone measures River used without a gateway.
+func (b *bench) riverAlone(ctx context.Context) (sample, error) {
+	q, err := openRiver(ctx, serveOptions{database: b.postgres.url("river")})
+	if err != nil {
+		return sample{}, err
+	}
+	defer q.close()
+	return b.calls(ctx, producers, func(_, seq int) error {
+		_, err := q.enqueue(ctx, taskName, appendPayload(nil, seq))
+		return err
+	})
+}
+
+// calls measures a closed loop of calls from this program, after warming up with the same.
+func (b *bench) calls(ctx context.Context, workers int, call func(worker, seq int) error) (s sample, err error) {
+	if _, err := closedLoop(ctx, workers, b.opts.span/5, 0, call); err != nil {
+		return s, err
+	}
+	m := b.newMeter()
+	done, err := closedLoop(ctx, workers, b.opts.span, 0, call)
 	return done.sample(m.stop()), err
 }

@@ -205,8 +205,7 @@ func (b *bench) workOff(ctx context.Context, s subject, since time.Time) (*proce
 func (b *bench) preload(ctx context.Context, s subject) error {
 	switch s.name {
 	case "asynq":
-		_, err := asynqAlone(ctx, b.redis.addr, s.redisDB, 0, b.opts.drain)
-		return err
+		return loadAsynq(ctx, b.redis.addr, s.redisDB, b.opts.drain)
 	case "river":
 		return loadRiver(ctx, b.postgres.url(s.name), b.opts.drain)
 	}
