@@ -139,23 +139,30 @@ func run(ctx context.Context, args []string) error {
 		return err
 	}
 	began := time.Now()
-	for b.round = range o.rounds {
+	failure := b.rounds(ctx, suites, began)
+	text := b.report(ctx, time.Since(began), failure)
+	fmt.Print(text)
+	if failure != nil || !o.write {
+		return failure
+	}
+	return os.WriteFile("RESULTS.md", []byte(text), 0o644)
+}
+
+// rounds goes through the suites as often as asked for. After an error what was measured
+// until then can still be reported.
+func (b *bench) rounds(ctx context.Context, suites []suite, began time.Time) error {
+	for b.round = range b.opts.rounds {
 		for _, s := range suites {
 			if s.once && b.round > 0 {
 				continue
 			}
-			fmt.Fprintf(os.Stderr, "== round %d of %d: %s (%s)\n", b.round+1, o.rounds, s.name, time.Since(began).Round(time.Second))
+			fmt.Fprintf(os.Stderr, "== round %d of %d: %s (%s)\n", b.round+1, b.opts.rounds, s.name, time.Since(began).Round(time.Second))
 			if err := s.run(ctx); err != nil {
 				return fmt.Errorf("%s: %w", s.name, err)
 			}
 		}
 	}
-	text := b.report(ctx, time.Since(began))
-	fmt.Print(text)
-	if !o.write {
-		return nil
-	}
-	return os.WriteFile("RESULTS.md", []byte(text), 0o644)
+	return nil
 }
 
 func selected(all []suite, only string) ([]suite, error) {

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
@@ -126,10 +127,13 @@ func (c comparison) target(median float64) (text, verdict string) {
 	return sign + " " + c.show(c.bound), verdict
 }
 
-// report writes everything as markdown.
-func (b *bench) report(ctx context.Context, took time.Duration) string {
+// report writes everything as markdown; failure is why it is not complete, or nil.
+func (b *bench) report(ctx context.Context, took time.Duration, failure error) string {
 	var w strings.Builder
 	b.head(ctx, &w, took)
+	if failure != nil {
+		fmt.Fprintf(&w, "**Incomplete**: %v\n\n", failure)
+	}
 	fmt.Fprintln(&w, "## Ratios\n\n| NexusFlow ... | median | of the rounds | target | |\n|---|---:|---:|---:|---|")
 	for _, c := range b.comparisons() {
 		values := c.ratios(&b.results)
@@ -170,8 +174,8 @@ func (b *bench) head(ctx context.Context, w *strings.Builder, took time.Duration
 		}
 	}
 	fmt.Fprintf(w, "# Benchmark results\n\n%s, commit %s; %s; rounds: %d; took %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), commit(ctx), mode, b.opts.rounds, took.Round(time.Second))
-	fmt.Fprintf(w, "%d CPUs (%s), shared by load, service, PostgreSQL and Redis; PostgreSQL %s with fsync and synchronous_commit on, Redis %s without persistence, %s; asynq 0.26.0, River 0.51.2.\n",
-		runtime.NumCPU(), processor(), b.postgres.version, b.redis.version, runtime.Version())
+	fmt.Fprintf(w, "%d CPUs (%s), shared by load, service, PostgreSQL and Redis; PostgreSQL %s with fsync and synchronous_commit on, Redis %s without persistence, %s; asynq %s, River %s.\n",
+		runtime.NumCPU(), processor(), b.postgres.version, b.redis.version, runtime.Version(), module("github.com/hibiken/asynq"), module("github.com/riverqueue/river"))
 	fmt.Fprintf(w, "Load: the client in load.go, the same for all; no-op handlers, payload of about 100 bytes; NexusFlow with WORKER_CONCURRENCY=%d, asynq with %d workers looking every %v, River with %d workers (drain: %d), FetchCooldown %v and FetchPollInterval %v.\n",
 		nexusflowWorkers, asynqWorkers, asynqCheck, riverWorkers, riverDrainWorkers, riverFetchCooldown, riverFetchPoll)
 	fmt.Fprintf(w, "%d of %d samples were disturbed: processes outside the run used more than %.1f cores in all %d tries.\n\n", disturbed, all, b.opts.maxOther, b.opts.tries)
@@ -208,6 +212,19 @@ func (b *bench) figures(w *strings.Builder, k key) {
 	fmt.Fprintf(w, "| %s | %s | %s | %s | %s | %s | %s | %s | %s | %s | %s | %d of %d |\n", k.what, k.subject, show(rate), show(completed), duration(p50), duration(p99),
 		micros(func(c cpu) float64 { return c.app }), micros(func(c cpu) float64 { return c.postgres }), micros(func(c cpu) float64 { return c.redis }), micros(func(c cpu) float64 { return c.load }),
 		show(memory), disturbed, len(b.results.samples[k]))
+}
+
+// module returns the version of a module that this program is built with.
+func module(path string) string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "unknown"
+	}
+	i := slices.IndexFunc(info.Deps, func(m *debug.Module) bool { return m.Path == path })
+	if i < 0 {
+		return "unknown"
+	}
+	return info.Deps[i].Version
 }
 
 // commit returns the commit of the working tree, marked when the tree differs from it.

@@ -35,7 +35,7 @@ func (b *bench) retries(ctx context.Context) error {
 }
 
 // moveRetries returns the rate of moves, and as the completed of submits the rate of posts
-// during the moves, beside the rate of those in the second before.
+// during the moves, beside the rate of those before.
 func (b *bench) moveRetries(ctx context.Context) (moves, submits sample, err error) {
 	s := nexusflowSubject()
 	if err := b.fresh(ctx, s); err != nil {
@@ -60,13 +60,13 @@ func (b *bench) moveRetries(ctx context.Context) (moves, submits sample, err err
 	posted := make(chan error, 1)
 	m := b.newMeter(gateway)
 	go func() {
-		_, err := load{addr: gateway.addr, conns: togetherConns, span: 2 * time.Minute}.run(posting)
+		_, err := load{addr: gateway.addr, conns: togetherConns, span: 4 * time.Minute}.run(posting)
 		posted <- err
 	}()
-	worker, err := b.afterAlone(ctx, s.name)
+	worker, alone, err := b.afterAlone(ctx, s.name)
 	if err == nil {
 		defer stopAll(worker)
-		err = worker.waitUntil(ctx, time.Minute, func(ctx context.Context) error {
+		err = worker.waitUntil(ctx, 3*time.Minute, func(ctx context.Context) error {
 			var left bool
 			if err := conn.QueryRow(ctx, "SELECT EXISTS (SELECT FROM tasks WHERE status = 'pending' AND published_at IS NULL)").Scan(&left); err != nil {
 				return err
@@ -92,24 +92,25 @@ func (b *bench) moveRetries(ctx context.Context) (moves, submits sample, err err
 	)
 	SELECT n, extract(epoch FROM last - first)::float8,
 		(SELECT count(*) FROM tasks WHERE queue = 'default' AND created_at BETWEEN first AND last),
-		(SELECT count(*) FROM tasks WHERE queue = 'default' AND created_at BETWEEN first - $1::interval AND first)
+		(SELECT count(*) FROM tasks WHERE queue = 'default' AND created_at BETWEEN $1::timestamptz - $2::interval AND $1)
 	FROM moved`
-	alone := b.opts.span
 	var during, before int
 	var took float64
-	if err := conn.QueryRow(ctx, windows, alone).Scan(&moves.tasks, &took, &during, &before); err != nil {
+	if err := conn.QueryRow(ctx, windows, alone, b.opts.span).Scan(&moves.tasks, &took, &during, &before); err != nil {
 		return moves, submits, fmt.Errorf("read moved tasks: %w", err)
 	}
 	moves.rate = float64(moves.tasks) / took
-	submits = sample{rate: float64(before) / alone.Seconds(), completed: float64(during) / took, tasks: during, cpu: cpu{other: moves.cpu.other}}
+	submits = sample{rate: float64(before) / b.opts.span.Seconds(), completed: float64(during) / took, tasks: during, cpu: cpu{other: moves.cpu.other}}
 	return moves, submits, nil
 }
 
 // afterAlone lets the load warm up and run alone for a while and then starts the worker,
-// whose dispatcher begins to move.
-func (b *bench) afterAlone(ctx context.Context, database string) (*process, error) {
+// whose dispatcher begins to move. It returns when the load ceased to be alone.
+func (b *bench) afterAlone(ctx context.Context, database string) (*process, time.Time, error) {
 	if err := pause(ctx, b.opts.span+time.Second); err != nil {
-		return nil, err
+		return nil, time.Time{}, err
 	}
-	return b.startNexusflow(ctx, database, "ROLES=worker", "QUEUES=unread:1")
+	alone := time.Now()
+	p, err := b.startNexusflow(ctx, database, "ROLES=worker", "QUEUES=unread:1")
+	return p, alone, err
 }
