@@ -28,34 +28,28 @@ type bench struct {
 	grown     []grownTable
 }
 
-// newBench builds NexusFlow and starts the servers. Call close, also to remove the scratch folder.
-func newBench(ctx context.Context, o options) (b *bench, err error) {
-	b = &bench{opts: o}
-	defer func() {
-		if err != nil {
-			b.close()
-		}
-	}()
-	if b.dir, err = os.MkdirTemp(o.dir, "nexusflow-bench-"); err != nil {
-		return b, fmt.Errorf("make scratch folder: %w", err)
+// open builds NexusFlow and starts the servers. Whatever it returns, close must follow.
+func (b *bench) open(ctx context.Context) (err error) {
+	if b.dir, err = os.MkdirTemp(b.opts.dir, "nexusflow-bench-"); err != nil {
+		return fmt.Errorf("make scratch folder: %w", err)
 	}
-	if err = os.Chmod(b.dir, 0o755); err != nil { // the user of PostgreSQL must get in
-		return b, err
+	if err := os.Chmod(b.dir, 0o755); err != nil { // the user of PostgreSQL must get in
+		return err
 	}
 	if b.self, err = os.Executable(); err != nil {
-		return b, fmt.Errorf("find this program: %w", err)
+		return fmt.Errorf("find this program: %w", err)
 	}
-	if err = b.build(ctx); err != nil {
-		return b, err
+	if err := b.build(ctx); err != nil {
+		return err
 	}
-	if err = os.WriteFile(b.handlersFile(), []byte(`{"`+taskName+`": {"go": "noop"}}`), 0o644); err != nil {
-		return b, fmt.Errorf("write handlers file: %w", err)
+	if err := os.WriteFile(b.handlersFile(), []byte(`{"`+taskName+`": {"go": "noop"}}`), 0o644); err != nil {
+		return fmt.Errorf("write handlers file: %w", err)
 	}
 	if b.postgres, err = startPostgres(ctx, b.dir); err != nil {
-		return b, err
+		return err
 	}
 	b.redis, err = startRedis(ctx, b.dir)
-	return b, err
+	return err
 }
 
 func (b *bench) handlersFile() string { return filepath.Join(b.dir, "handlers.json") }

@@ -42,7 +42,7 @@ func init() {
 }
 `
 
-// build makes the program under test from the parent folder.
+// build makes the program under test from the parent folder, so it must be run in bench.
 func (b *bench) build(ctx context.Context) error {
 	b.nexusflow = filepath.Join(b.dir, "nexusflow")
 	args := []string{"build", "-o", b.nexusflow}
@@ -56,7 +56,7 @@ func (b *bench) build(ctx context.Context) error {
 	cmd := exec.CommandContext(ctx, "go", append(args, ".")...)
 	cmd.Dir = ".."
 	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("build nexusflow: %w: %s", err, out)
+		return fmt.Errorf("build nexusflow from the parent folder: %w: %s", err, out)
 	}
 	return nil
 }

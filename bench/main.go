@@ -129,13 +129,13 @@ func run(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
-	b, err := newBench(ctx, o)
+	b := &bench{opts: o}
+	suites, err := selected(b.suites(), o.only)
 	if err != nil {
 		return err
 	}
 	defer b.close()
-	suites, err := selected(b.suites(), o.only)
-	if err != nil {
+	if err := b.open(ctx); err != nil {
 		return err
 	}
 	began := time.Now()

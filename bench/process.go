@@ -61,9 +61,17 @@ func (p *process) stop(sig os.Signal) {
 	}
 }
 
-// waitUntil calls ready every 10 ms until it returns nil. It fails when the process
-// ends or limit passes, with the last of its log.
-func (p *process) waitUntil(ctx context.Context, limit time.Duration, ready func(context.Context) error) error {
+const (
+	soon = 10 * time.Millisecond
+	// rarely is for questions to PostgreSQL while it is measured: each steps over the index
+	// entries of all rows that were worked off since the last VACUUM. What is measured
+	// does not depend on when it is noticed.
+	rarely = 250 * time.Millisecond
+)
+
+// waitUntil calls ready again and again, every so often, until it returns nil. It fails when the
+// process ends or limit passes, with the last of its log.
+func (p *process) waitUntil(ctx context.Context, limit, every time.Duration, ready func(context.Context) error) error {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	for {
@@ -76,7 +84,7 @@ func (p *process) waitUntil(ctx context.Context, limit time.Duration, ready func
 			return fmt.Errorf("%s ended: %w; %s", p.name, errors.Join(p.err, err), p.tail())
 		case <-ctx.Done():
 			return fmt.Errorf("wait for %s: %w; %s", p.name, err, p.tail())
-		case <-time.After(10 * time.Millisecond):
+		case <-time.After(every):
 		}
 	}
 }
@@ -92,7 +100,7 @@ func (p *process) tail() string {
 
 // answers waits until path is answered with one of the wanted statuses.
 func (p *process) answers(ctx context.Context, path string, want int) error {
-	return p.waitUntil(ctx, 60*time.Second, func(ctx context.Context) error {
+	return p.waitUntil(ctx, 60*time.Second, soon, func(ctx context.Context) error {
 		r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+p.addr+path, nil)
 		if err != nil {
 			return err

@@ -66,7 +66,7 @@ func (b *bench) moveRetries(ctx context.Context) (moves, submits sample, err err
 	worker, alone, err := b.afterAlone(ctx, s.name)
 	if err == nil {
 		defer stopAll(worker)
-		err = worker.waitUntil(ctx, 3*time.Minute, func(ctx context.Context) error {
+		err = worker.waitUntil(ctx, 3*time.Minute, rarely, func(ctx context.Context) error {
 			var left bool
 			if err := conn.QueryRow(ctx, "SELECT EXISTS (SELECT FROM tasks WHERE status = 'pending' AND published_at IS NULL)").Scan(&left); err != nil {
 				return err

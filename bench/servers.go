@@ -62,7 +62,7 @@ func startPostgres(ctx context.Context, dir string) (*store, error) {
 		return nil, err
 	}
 	s := &store{process: p, addr: addr}
-	err = p.waitUntil(ctx, 60*time.Second, func(ctx context.Context) error {
+	err = p.waitUntil(ctx, 60*time.Second, soon, func(ctx context.Context) error {
 		conn, err := pgx.Connect(ctx, s.url("postgres"))
 		if err != nil {
 			return err
@@ -146,7 +146,7 @@ func startRedis(ctx context.Context, dir string) (*store, error) {
 	s := &store{process: p, addr: addr}
 	client := redis.NewClient(&redis.Options{Addr: addr})
 	defer client.Close()
-	err = p.waitUntil(ctx, 20*time.Second, func(ctx context.Context) error {
+	err = p.waitUntil(ctx, 20*time.Second, soon, func(ctx context.Context) error {
 		info, err := client.Info(ctx, "server").Result()
 		if err != nil {
 			return err

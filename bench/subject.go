@@ -153,7 +153,7 @@ func (b *bench) waitDone(ctx context.Context, s subject, p *process, start time.
 		return f, err
 	}
 	defer conn.Close(context.WithoutCancel(ctx))
-	err = p.waitUntil(ctx, 5*time.Minute, func(ctx context.Context) error {
+	err = p.waitUntil(ctx, 5*time.Minute, rarely, func(ctx context.Context) error {
 		var left bool
 		if err := conn.QueryRow(ctx, s.waiting).Scan(&left); err != nil {
 			return err
