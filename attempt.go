@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"runtime/debug"
 	"strings"
 	"sync/atomic"
@@ -101,7 +102,9 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 	if before != nil { // the lease of an earlier attempt was lost, and its handler does not know yet
 		before.cancel(errLeaseLost)
 	}
-	w.log.Debug("task started", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
+	if w.log.Enabled(a.ctx, slog.LevelDebug) {
+		w.log.Debug("task started", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
+	}
 	w.handling.Go(func() {
 		defer stop()
 		a.run()
@@ -115,7 +118,13 @@ func (a *attempt) run() {
 	returned := context.AfterFunc(a.ctx, func() {
 		time.AfterFunc(abandonAfter, func() { a.abandon() })
 	})
-	result, err := a.call()
+	var result any
+	err := error(errTrustEnded)
+	// The answer to the claim may have come so late, or the process may have been stopped
+	// so long, that somebody else has run the task since: then the handler must not begin.
+	if !a.trustEnded() {
+		result, err = a.call()
+	}
 	returned()
 	if a.settled.CompareAndSwap(false, true) {
 		a.settle(a.outcome(result, err))

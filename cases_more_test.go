@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -94,9 +95,7 @@ func TestCase105NothingLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	env := map[string]string{"HANDLERS_FILE": file, "DATABASE_URL": b.pg.dsn(b.name), "REDIS_URL": b.rd.url}
-	for name, value := range b.env {
-		env[name] = value
-	}
+	maps.Copy(env, b.env)
 	b.db.Reset()
 	before := runtime.NumGoroutine()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -374,5 +373,62 @@ func TestCase136Logs(t *testing.T) {
 				t.Errorf("a forged line is in the log of %s", m.name)
 			}
 		}
+	}
+}
+
+// A group that must be made anew begins at the first entry.
+func TestCase17GroupFromTheStart(t *testing.T) {
+	longFault(t)
+	b := newBed(t, with("REPUBLISH_AFTER", "60s"))
+	a := b.started("A")[0]
+	a.submit(probeTask)
+	b.settle(30 * time.Second)
+	a.stop()
+	b.redisDo("DEL", "tasks")
+	var id uuid.UUID
+	b.query(&id, "INSERT INTO tasks (name, payload, published_at) VALUES ('probe', '{}', now()) RETURNING task_id")
+	b.redisDo("XADD", "tasks", "*", "task_id", id.String())
+	a.start()
+	b.soon(5*time.Second, "completed", b.allAre([]uuid.UUID{id}, statusCompleted), b.openTasks)
+	b.check()
+}
+
+// The group is destroyed while a task runs; all loops get over it.
+func TestCase19GroupDestroyed(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	a := b.started("A")[0]
+	b.probe.set(holding)
+	ids := a.submitMany(1, probeTask)
+	b.within(20*time.Second, "held", func() bool { return len(b.probe.running()) == 1 })
+	b.redisDo("XGROUP", "DESTROY", "tasks", "workers")
+	b.pause(2 * faultScan)
+	b.probe.release()
+	ids = append(ids, a.submit(probeTask))
+	b.soon(5*time.Second, "completed", b.allAre(ids, statusCompleted), b.openTasks)
+	b.check()
+	if n := a.log.count("NOGROUP"); n > 3 {
+		t.Errorf("the missing group was logged %d times", n)
+	}
+	if n := b.probe.count(); n != 2 {
+		t.Errorf("%d runs of 2 tasks", n)
+	}
+}
+
+// A payload that no handler can take fails at its first delivery.
+func TestCase30UnreadablePayload(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	b.started("A")
+	for _, payload := range []string{`"text"`, `[]`} {
+		id := b.insert(1, payload)[0]
+		b.within(20*time.Second, "failed", b.allAre([]uuid.UUID{id}, statusFailed))
+		if row := b.row(id); row.Attempt != 1 || !strings.Contains(row.Error, "payload") {
+			t.Errorf("a task with payload %s ended as %+v", payload, row)
+		}
+	}
+	b.check()
+	if n := b.probe.count(); n != 0 {
+		t.Errorf("%d runs, want none", n)
 	}
 }

@@ -333,6 +333,10 @@ func TestCase47PostgresOutage(t *testing.T) {
 		}
 	}
 	t.Logf("%d POSTs refused, %d runs", refused, b.probe.count())
+	// One line, and perhaps more while old connections meet the new server.
+	if n := a.log.count("postgres away"); n > 3 {
+		t.Errorf("one outage was logged %d times", n)
+	}
 }
 
 // Redis becomes a replica and later a master again.

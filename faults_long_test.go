@@ -403,6 +403,28 @@ func (b *bed) gooseUp() {
 	}
 }
 
+// A claim is answered when another worker has long run the task: the handler must not begin.
+func TestFaultLateClaim(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	a, other := b.member("A"), b.member("B")
+	a.start()
+	a.submit(probeTask)
+	b.settle(30 * time.Second)
+	a.disturb()
+	a.pg.delayReply("ClaimTasks", 2*faultLease+time.Second)
+	id := a.submit(probeTask)
+	b.within(20*time.Second, "claimed by A", func() bool { return b.row(id).Attempt == 1 })
+	other.start()
+	b.within(20*time.Second, "completed by B", b.allAre([]uuid.UUID{id}, statusCompleted))
+	b.within(20*time.Second, "A is told", func() bool { return a.log.count("outcome refused", id.String()) == 1 })
+	a.calm()
+	if runs := b.probe.of(id); len(runs) != 1 || runs[0].member != "B" {
+		t.Errorf("%d runs, want one on B", len(runs))
+	}
+	b.check()
+}
+
 // The replies to statements and commands are lost one kind after another: what was done is
 // neither lost nor done twice.
 func TestFaultLostReplies(t *testing.T) {

@@ -157,6 +157,42 @@ func TestFault17Zombie(t *testing.T) {
 	b.check()
 }
 
+// A stopped worker goes on while others run its tasks: neither its results nor its errors
+// count, and no third run begins beside the second.
+func TestFault17ZombieMeetsHeir(t *testing.T) {
+	t.Parallel()
+	b := newBed(t)
+	a, other := b.member("A"), b.member("B")
+	a.start()
+	b.probe.set(holding)
+	ids := a.submitMany(4, probeTask)
+	b.within(20*time.Second, "A holds 4 tasks", func() bool { return len(b.probe.runningOn("A")) == 4 })
+	zombies := b.probe.runningOn("A")
+	other.start()
+	a.freeze()
+	b.within(slack*3*faultLease, "B runs them", func() bool { return len(b.probe.runningOn("B")) == 4 })
+	for i, r := range zombies {
+		if i%2 == 0 {
+			r.end(failing)
+		} else {
+			r.end(reply{http.StatusOK, `{"by":"A"}`})
+		}
+	}
+	a.thaw()
+	b.within(20*time.Second, "A is told", func() bool {
+		return a.log.count("outcome refused")+a.log.count("lease lost") >= 4
+	})
+	b.during(faultLease, "the second attempts go on", func() bool {
+		return b.number("SELECT count(*) FROM tasks WHERE status = 'processing' AND attempt = 2 AND retry_count = 0") == 4 && b.probe.count() == 8
+	})
+	b.probe.release()
+	b.within(20*time.Second, "completed", b.allAre(ids, statusCompleted))
+	if n := b.number(`SELECT count(*) FROM tasks WHERE result->>'by' = 'B' AND attempt = 2`); n != 4 {
+		t.Errorf("%d tasks hold B's result, want 4", n)
+	}
+	b.check()
+}
+
 // A task kills every process that runs it.
 func TestFault23PoisonTask(t *testing.T) {
 	t.Parallel()

@@ -235,3 +235,44 @@ func TestHandlersFileMissing(t *testing.T) {
 		t.Errorf("loadHandlers = %v, want an error that names the file", err)
 	}
 }
+
+// FuzzHandlersFile: any bytes either list problems, one line each and without the
+// secrets of a URL, or make a table whose every handler can run.
+func FuzzHandlersFile(f *testing.F) {
+	for _, seed := range []string{
+		`{"a": {"exec": ["true"]}, "*": {"go": "demo"}}`,
+		`{"a": {"url": "http://user:hunter2@host/x", "timeout": "1m", "max_retries": 0, "queue": "low", "backoff_base": "1s", "backoff_max": "2s"}}`,
+		`{"a": {"url": "://hunter2"}}`, `{"a": {"exec": [], "go": 1}}`, `{"a": {}, "a": {}}`, `{}`, `[]`, ``, `{"a": {"go": "demo"}} x`,
+		`{"a": {"timeout": "-1s"}}`, `{"": {"go": "demo"}}`, "{\"a\\u0000\": {\"go\": \"demo\"}}", `{"a": {"go": "demo", "timeout": 1e999}}`,
+	} {
+		f.Add([]byte(seed))
+	}
+	cfg := fastConfig(f)
+	cfg.HandlersFile = "handlers.json"
+	pusher, err := newPusher(cfg)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		table := newHandlerTable(cfg)
+		r := &fileReader{cfg: cfg, table: table, pusher: pusher}
+		r.file(data)
+		for _, problem := range r.problems {
+			if text := problem.Error(); strings.ContainsAny(text, "\n\r\x00") || strings.Contains(text, ":hunter2@") {
+				t.Errorf("problem %q", text)
+			}
+		}
+		if len(r.problems) > 0 {
+			return
+		}
+		if len(table.byName) == 0 {
+			t.Error("a table without handlers and without problems")
+		}
+		for name, h := range table.byName {
+			if !validTaskName(name) && name != anyName || h.run == nil || h.timeout <= 0 || h.maxRetries < 0 || h.maxRetries > maxRetryLimit ||
+				h.backoff.base <= 0 || h.backoff.max < h.backoff.base || h.queue == "" {
+				t.Errorf("handler %q = %+v", name, h)
+			}
+		}
+	})
+}

@@ -227,7 +227,7 @@ func (b *bed) memberAt(name, host string, settings ...string) *instance {
 		log:  new(instanceLog),
 	}
 	m.handlers(fmt.Sprintf(`{"probe": {"url": %q}}`, b.probe.url(name)))
-	m.env["DATABASE_URL"] = "postgres://nexusflow@" + m.pg.addr + "/" + b.name + "?sslmode=disable"
+	m.env["DATABASE_URL"] = m.pg.dsn(b.name)
 	m.env["REDIS_URL"] = "redis://" + m.rd.addr + "/0"
 	for i := 0; i < len(settings); i += 2 {
 		m.env[settings[i]] = settings[i+1]

@@ -329,12 +329,12 @@ func TestLostReply(t *testing.T) {
 		t.Run("key "+key, func(t *testing.T) {
 			t.Parallel()
 			dsn := newDatabase(t)
-			proxy := startSwallower(t, testPostgres(t).socket)
-			g := startGateway(t, strings.ReplaceAll(dsn, "host="+testPostgres(t).dir, "host="+proxy.dir), nil)
+			l := newLink(t, "127.0.0.1:0", testPostgres(t).socket)
+			g := startGateway(t, l.dsn(connect(t, dsn).Config().Database), nil)
 			g.dsn = dsn
 			g.submitted(t, `{"name":"warm"}`)
 			for range 3 {
-				proxy.arm()
+				l.loseReply("InsertTasks")
 				var header []string
 				if key != "" {
 					header = []string{"Idempotency-Key", key}
@@ -345,8 +345,8 @@ func TestLostReply(t *testing.T) {
 					t.Errorf("%d rows with the answered id, want 1", n)
 				}
 			}
-			if proxy.swallowed.Load() != 3 {
-				t.Errorf("%d replies were swallowed, want 3", proxy.swallowed.Load())
+			if l.repliesLost() != 3 {
+				t.Errorf("%d replies were swallowed, want 3", l.repliesLost())
 			}
 			if n := g.number(t, "SELECT count(*) FROM tasks WHERE name = 'a'"); n != 3 {
 				t.Errorf("%d rows, want 3", n)

@@ -16,12 +16,16 @@ import (
 func (w *worker) beat(ctx context.Context) error {
 	interval := w.cfg.Lease / 3
 	for wait := interval; sleep(ctx, wait); {
-		err := w.renew(ctx)
+		wait = interval
+		held := w.holding()
+		if len(held) == 0 {
+			continue // nothing was asked: whether PostgreSQL answers is not known
+		}
+		err := w.renew(ctx, held)
 		if ctx.Err() != nil {
 			return nil
 		}
 		w.access.note(err)
-		wait = interval
 		if err != nil {
 			wait = min(interval, w.cfg.Lease/20)
 		}
@@ -32,11 +36,7 @@ func (w *worker) beat(ctx context.Context) error {
 // renew is one heartbeat (T3), the row first, then the entries. A lease that has passed
 // is renewed as well, as long as nobody reaped it. What the answer lacks
 // belongs to somebody else: its handler is told to stop.
-func (w *worker) renew(ctx context.Context) error {
-	held := w.holding()
-	if len(held) == 0 {
-		return nil
-	}
+func (w *worker) renew(ctx context.Context, held []*attempt) error {
 	ids, attempts := make([]uuid.UUID, len(held)), make([]int32, len(held))
 	for i, a := range held {
 		ids[i], attempts[i] = a.task.ID, a.task.Attempt

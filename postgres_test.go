@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,57 +21,6 @@ import (
 
 	"nexusflow/db"
 )
-
-// A doorway is a TCP address that leads to a server's socket, until it is closed.
-type doorway struct {
-	net.Listener
-	closed atomic.Bool // keeps connections open and swallows what they carry
-}
-
-// newDoorway listens on a free port of host.
-func newDoorway(t testing.TB, host, socket string) *doorway {
-	t.Helper()
-	l, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
-	if err != nil {
-		t.Skipf("SKIPPED, NOT TESTED: %v", err)
-	}
-	d := &doorway{Listener: l}
-	t.Cleanup(func() { l.Close() })
-	pass := func(to io.WriteCloser, from io.Reader) {
-		defer to.Close()
-		buf := make([]byte, 32<<10)
-		for {
-			n, err := from.Read(buf)
-			if err != nil {
-				return
-			}
-			if d.closed.Load() {
-				continue
-			}
-			if _, err := to.Write(buf[:n]); err != nil {
-				return
-			}
-		}
-	}
-	go func() {
-		for {
-			client, err := l.Accept()
-			if err != nil {
-				return
-			}
-			server, err := net.Dial("unix", socket)
-			if err != nil {
-				client.Close()
-				continue
-			}
-			go pass(server, client)
-			go pass(client, server)
-		}
-	}()
-	return d
-}
-
-func (d *doorway) port() int { return d.Addr().(*net.TCPAddr).Port }
 
 func openTestPools(t testing.TB, dsn string, lease time.Duration) *pools {
 	t.Helper()
@@ -182,10 +130,10 @@ func TestOpenPoolsDSN(t *testing.T) {
 // Field case 98.
 func TestPostgresIPv6(t *testing.T) {
 	t.Parallel()
-	d := newDoorway(t, "::1", testPostgres(t).socket)
+	d := newLink(t, "[::1]:0", testPostgres(t).socket)
 	name := connect(t, newDatabase(t)).Config().Database
 	for _, dsn := range []string{
-		fmt.Sprintf("postgres://nexusflow@[::1]:%d/%s?sslmode=disable", d.port(), name),
+		d.dsn(name),
 		fmt.Sprintf("host=::1 port=%d user=nexusflow dbname=%s sslmode=disable", d.port(), name),
 	} {
 		if err := waitForPostgres(t.Context(), testLog(t), dsn, 1, 0); err != nil {
@@ -412,13 +360,13 @@ func TestPoolsSurviveCrash(t *testing.T) {
 // waits as long as it said and no longer.
 func TestBlackHole(t *testing.T) {
 	t.Parallel()
-	d := newDoorway(t, "127.0.0.1", testPostgres(t).socket)
+	d := newLink(t, "127.0.0.1:0", testPostgres(t).socket)
 	name := connect(t, newDatabase(t)).Config().Database
-	p := openTestPools(t, fmt.Sprintf("postgres://nexusflow@127.0.0.1:%d/%s?sslmode=disable", d.port(), name), testLease)
+	p := openTestPools(t, d.dsn(name), testLease)
 	if err := runSQL(t.Context(), p.work, "SELECT 1"); err != nil {
 		t.Fatal(err)
 	}
-	d.closed.Store(true)
+	d.set(blackHole)
 	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
 	defer cancel()
 	start := time.Now()
@@ -426,7 +374,7 @@ func TestBlackHole(t *testing.T) {
 	if !storeAway(err) || time.Since(start) > 3*time.Second {
 		t.Errorf("statement: %v after %v, want storeAway after 300 ms", err, time.Since(start))
 	}
-	d.closed.Store(false)
+	d.set(pass)
 	eventually(t, "statement succeeds", func() bool { return runSQL(t.Context(), p.work, "SELECT 1") == nil })
 }
 

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/redis/go-redis/v9"
 )
 
 // testStream returns one consumer of a new stream on the Redis that tests share.
@@ -417,4 +418,24 @@ func TestNextID(t *testing.T) {
 			t.Errorf("nextID(%q) = %q, want %q", id, got, want)
 		}
 	}
+}
+
+// FuzzNewMessage: whatever an entry holds, either it names a task in the canonical form
+// or it is to be dropped unseen (rule 2).
+func FuzzNewMessage(f *testing.F) {
+	for _, seed := range []string{"01a22cc9-5011-796b-bb3f-53d77d8cd259", "", "rubbish", "{01a22cc9-5011-796b-bb3f-53d77d8cd259}",
+		"urn:uuid:01a22cc9-5011-796b-bb3f-53d77d8cd259", "01a22cc95011796bbb3f53d77d8cd259", "01A22CC9-5011-796B-BB3F-53D77D8CD259", "\x00\xff"} {
+		f.Add("1-1", taskIDField, seed)
+	}
+	f.Fuzz(func(t *testing.T, id, field, value string) {
+		m := newMessage(defaultQueue, redis.XMessage{ID: id, Values: map[string]any{field: value}})
+		if m.id != id || m.queue != defaultQueue {
+			t.Errorf("message = %+v", m)
+		}
+		named := field == taskIDField && strings.EqualFold(m.taskID.String(), value)
+		if (m.taskID != uuid.Nil) != named && value != uuid.Nil.String() {
+			t.Errorf("entry %q=%q names task %v", field, value, m.taskID)
+		}
+		nextID(id)
+	})
 }
