@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5"
 )
 
 const (
@@ -76,31 +77,38 @@ func (b *bench) handlerLatency(ctx context.Context) (out sample, err error) {
 	if _, err := b.waitDone(ctx, s, p, begin, warm+total); err != nil {
 		return out, err
 	}
-	conn, err := b.connect(ctx, s.name)
+	times, err := b.sinceStarts(ctx, s.name, starts[:total])
 	if err != nil {
 		return out, err
-	}
-	defer conn.Close(context.WithoutCancel(ctx))
-	rows, err := conn.Query(ctx, "SELECT (payload->>'seq')::int, finished_at FROM tasks WHERE (payload->>'seq')::int < $1", total)
-	if err != nil {
-		return out, fmt.Errorf("read tasks: %w", err)
-	}
-	defer rows.Close()
-	times := make([]time.Duration, 0, total)
-	for rows.Next() {
-		var seq int
-		var at time.Time
-		if err := rows.Scan(&seq, &at); err != nil {
-			return out, fmt.Errorf("read tasks: %w", err)
-		}
-		times = append(times, at.Sub(starts[seq]))
-	}
-	if err := rows.Err(); err != nil {
-		return out, fmt.Errorf("read tasks: %w", err)
 	}
 	out.p50, out.p99 = quantile(times, 0.5), quantile(times, 0.99)
 	out.rss, err = rss(p.pid())
 	return out, err
+}
+
+// sinceStarts returns for each task how long after its start it ended; the number in its
+// payload says which start is its own.
+func (b *bench) sinceStarts(ctx context.Context, database string, starts []time.Time) ([]time.Duration, error) {
+	conn, err := b.connect(ctx, database)
+	if err != nil {
+		return nil, err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	rows, err := conn.Query(ctx, "SELECT (payload->>'seq')::int, finished_at FROM tasks WHERE (payload->>'seq')::int < $1", len(starts))
+	if err != nil {
+		return nil, fmt.Errorf("read tasks: %w", err)
+	}
+	var times []time.Duration
+	var seq int
+	var at time.Time
+	_, err = pgx.ForEachRow(rows, []any{&seq, &at}, func() error {
+		times = append(times, at.Sub(starts[seq]))
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read tasks: %w", err)
+	}
+	return times, nil
 }
 
 func (b *bench) commitLatency(ctx context.Context) (out sample, err error) {

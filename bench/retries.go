@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 )
 
 const (
@@ -87,21 +89,30 @@ func (b *bench) moveRetries(ctx context.Context) (moves, submits sample, err err
 	m.apps = append(m.apps, worker)
 	moves.cpu = m.stop()
 
+	during, before, took, err := moved(ctx, conn, alone, b.opts.span)
+	if err != nil {
+		return moves, submits, err
+	}
+	moves.tasks = b.opts.retries
+	moves.rate = float64(b.opts.retries) / took.Seconds()
+	submits = sample{rate: float64(before) / b.opts.span.Seconds(), completed: float64(during) / took.Seconds(), tasks: during, cpu: cpu{other: moves.cpu.other}}
+	return moves, submits, nil
+}
+
+// moved returns for how long retries were moved, how many tasks were posted during that
+// time, and how many before within a span that ended at alone.
+func moved(ctx context.Context, conn *pgx.Conn, alone time.Time, span time.Duration) (during, before int, took time.Duration, err error) {
 	const windows = `WITH moved AS (
-		SELECT count(*) AS n, min(published_at) AS first, max(published_at) AS last FROM tasks WHERE queue = 'parked'
+		SELECT min(published_at) AS first, max(published_at) AS last FROM tasks WHERE queue = 'parked'
 	)
-	SELECT n, extract(epoch FROM last - first)::float8,
+	SELECT last - first,
 		(SELECT count(*) FROM tasks WHERE queue = 'default' AND created_at BETWEEN first AND last),
 		(SELECT count(*) FROM tasks WHERE queue = 'default' AND created_at BETWEEN $1::timestamptz - $2::interval AND $1)
 	FROM moved`
-	var during, before int
-	var took float64
-	if err := conn.QueryRow(ctx, windows, alone, b.opts.span).Scan(&moves.tasks, &took, &during, &before); err != nil {
-		return moves, submits, fmt.Errorf("read moved tasks: %w", err)
+	if err := conn.QueryRow(ctx, windows, alone, span).Scan(&took, &during, &before); err != nil {
+		return 0, 0, 0, fmt.Errorf("read moved tasks: %w", err)
 	}
-	moves.rate = float64(moves.tasks) / took
-	submits = sample{rate: float64(before) / b.opts.span.Seconds(), completed: float64(during) / took, tasks: during, cpu: cpu{other: moves.cpu.other}}
-	return moves, submits, nil
+	return during, before, took, nil
 }
 
 // afterAlone lets the load warm up and run alone for a while and then starts the worker,
