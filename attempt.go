@@ -197,6 +197,7 @@ type outcome struct {
 	kind      outcomeKind
 	result    string // JSON; "" = none
 	message   string // why it did not complete; storable
+	cause     string // the same in words of ours, for the log
 	permanent bool
 	delay     time.Duration
 	took      time.Duration
@@ -219,7 +220,12 @@ func (a *attempt) outcome(result any, err error) outcome {
 	if cause := context.Cause(a.ctx); cause != nil && !isPermanent {
 		err = cause
 	}
-	o.message = cleanMessage(err.Error())
+	o.message, o.cause = cleanMessage(err.Error()), "error"
+	if cause := context.Cause(a.ctx); cause != nil && errors.Is(err, cause) || errors.Is(err, errTrustEnded) {
+		o.cause = o.message
+	} else if isPermanent {
+		o.cause = "permanent error"
+	}
 	switch {
 	case errors.Is(err, errLeaseLost):
 		o.kind = outcomeNone

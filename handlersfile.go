@@ -51,6 +51,14 @@ func (r *fileReader) problem(err error) {
 }
 
 func (r *fileReader) file(data []byte) {
+	if bytes.HasPrefix(data, []byte("\xef\xbb\xbf")) {
+		r.problem(errors.New("begins with a byte order mark; save it as UTF-8 without one"))
+		return
+	}
+	if !utf8.Valid(data) {
+		r.problem(errors.New("is not valid UTF-8"))
+		return
+	}
 	entries, err := splitObject(data)
 	if err != nil {
 		r.problem(err)

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -38,6 +39,8 @@ const (
 type usageError struct{ error }
 
 func main() {
+	// A reader of the log that goes away must not take the service with it.
+	signal.Ignore(syscall.SIGPIPE)
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // the second signal ends the process at once
 	err := invoke(ctx, os.Args[1:])
@@ -78,6 +81,7 @@ func invoke(ctx context.Context, args []string) error {
 func run(ctx context.Context, getenv func(string) string, environ []string, logw io.Writer, ready func(addr string)) error {
 	cfg, warnings, err := loadConfig(getenv, environ, isTerminal(logw))
 	log := newLogger(logw, cfg)
+	cfg.MaxTaskTimeout = cmp.Or(cfg.MaxTaskTimeout, 24*time.Hour) // a bad one is told of once, not for every handler
 	handlers, handlersErr := loadHandlers(cfg, cfg.Worker, log)
 	if err := errors.Join(err, handlersErr); err != nil {
 		return usageError{err}

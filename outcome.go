@@ -183,7 +183,8 @@ func (w *worker) finish(a *attempt) {
 	}
 }
 
-// logOutcome writes the line of an attempt. It builds nothing for a level that is off:
+// logOutcome writes the line of an attempt. The handler's own words are left to
+// error_message and the debug level: they may hold what the payload holds. It builds nothing for a level that is off:
 // at full rate that would be a tenth of a task's cost.
 func (w *worker) logOutcome(o outcome, v verdict) {
 	t, ctx := o.attempt.task, context.Background()
@@ -206,7 +207,10 @@ func (w *worker) logOutcome(o outcome, v verdict) {
 		slog.Int64("took_ms", o.took.Milliseconds()),
 	}
 	if o.kind != outcomeComplete {
-		attrs = append(attrs, slog.String("err", o.message), slog.Int64("retry_count", int64(v.retryCount)))
+		attrs = append(attrs, slog.String("cause", o.cause), slog.Int64("retry_count", int64(v.retryCount)))
+		if w.log.Enabled(ctx, slog.LevelDebug) {
+			attrs = append(attrs, slog.String("err", o.message))
+		}
 	}
 	if v.status == statusPending && o.kind == outcomeFail {
 		attrs = append(attrs, slog.Int64("delay_ms", o.delay.Milliseconds()))

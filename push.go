@@ -24,6 +24,8 @@ const (
 	maxRetryAfter      = 24 * time.Hour
 	maxErrorBody       = 1 << 10  // of a refusal's body, shown in the error
 	maxDrainBytes      = 64 << 10 // read and dropped so that a connection can be used again
+	drainTimeout       = 100 * time.Millisecond
+	refusalTimeout     = time.Second // what a peer gets to say why it refused
 )
 
 // A pusher hands tasks to HTTP endpoints. All endpoints share its connections.
@@ -145,8 +147,7 @@ func (p *pusher) send(req *http.Request) (any, error) {
 	if err != nil {
 		return nil, bareError(err)
 	}
-	defer resp.Body.Close()
-	defer io.CopyN(io.Discard, resp.Body, maxDrainBytes)
+	defer drain(resp.Body)
 
 	switch code := resp.StatusCode; {
 	case code >= 200 && code <= 299:
@@ -170,6 +171,15 @@ func (p *pusher) send(req *http.Request) (any, error) {
 	return nil, permanent(refusal(resp))
 }
 
+// drain reads what is left of a body, so that the connection can be used again, and
+// closes it. The answer is known by then: a peer that dawdles must not hold the slot.
+func drain(body io.ReadCloser) {
+	patience := time.AfterFunc(drainTimeout, func() { body.Close() })
+	defer patience.Stop()
+	io.CopyN(io.Discard, body, maxDrainBytes)
+	body.Close()
+}
+
 // bareError drops the method and the URL that net/http puts before an error.
 func bareError(err error) error {
 	if e, ok := errors.AsType[*url.Error](err); ok {
@@ -185,6 +195,8 @@ func statusOf(resp *http.Response) string {
 
 // refusal is the error for an answer that is not a success: its status and how its body begins.
 func refusal(resp *http.Response) error {
+	patience := time.AfterFunc(refusalTimeout, func() { resp.Body.Close() })
+	defer patience.Stop()
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, maxErrorBody)) // what came is enough for a message
 	if text := cleanText(body); text != "" {
 		return fmt.Errorf("answered %s: %s", statusOf(resp), text)

@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"runtime"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -379,5 +380,33 @@ func TestPushPayloadOfManyBytes(t *testing.T) {
 	}
 	if got := string(result.(json.RawMessage)); got != payload {
 		t.Errorf("result has %d bytes and differs from the payload of %d", len(got), len(payload))
+	}
+}
+
+// A peer that dawdles after its answer is known changes nothing about it and holds no slot.
+func TestPushDawdlingPeer(t *testing.T) {
+	t.Parallel()
+	goOn := make(chan struct{})
+	t.Cleanup(func() { close(goOn) })
+	for code, want := range map[int]string{404: "answered 404", 302: "redirects are not followed", 200: "result too large"} {
+		t.Run(strconv.Itoa(code), func(t *testing.T) {
+			s := answering(t, func(w http.ResponseWriter, r *http.Request) {
+				w.WriteHeader(code)
+				if code == 200 {
+					w.Write(make([]byte, maxResultBytes+4))
+				}
+				w.(http.Flusher).Flush()
+				select {
+				case <-goOn:
+				case <-r.Context().Done():
+				}
+			})
+			ctx, cancel := context.WithTimeoutCause(t.Context(), 30*time.Second, &timeoutError{30 * time.Second})
+			defer cancel()
+			_, err := endpointOf(t, s.URL)(ctx, handlerTask(`{}`))
+			if !isPermanent(err) || !strings.Contains(err.Error(), want) {
+				t.Errorf("err = %v, want a permanent one with %q", err, want)
+			}
+		})
 	}
 }

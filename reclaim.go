@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"sync"
@@ -31,6 +32,8 @@ type access struct {
 	away  bool
 	since time.Time // begin of the unbroken access
 	last  time.Time // last good answer
+
+	refused string // the last refusal that was logged
 }
 
 func newAccess(log *slog.Logger, heartbeat time.Duration) *access {
@@ -39,7 +42,8 @@ func newAccess(log *slog.Logger, heartbeat time.Duration) *access {
 }
 
 // note records how a statement went. One that lost out to other statements says that
-// PostgreSQL is there, but also that leases may not have been renewed.
+// PostgreSQL is there, but also that leases may not have been renewed; one that was
+// refused for another reason is an answer.
 func (a *access) note(err error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -47,6 +51,14 @@ func (a *access) note(err error) {
 	switch {
 	case crowdedOut(err):
 		a.since = now
+		return
+	case err != nil && !storeAway(err) && !errors.Is(err, context.Canceled):
+		if text := err.Error(); text != a.refused {
+			a.refused = text
+			a.log.Error("postgres refuses a statement", "err", err)
+		}
+		a.last = now
+		return
 	case err != nil && !a.away:
 		a.away = true
 		a.log.Warn("postgres away; results are kept until it is back", "err", err)

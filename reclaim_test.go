@@ -2,8 +2,8 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -34,7 +34,7 @@ func TestAccess(t *testing.T) {
 		if !a.unbroken(10*time.Second) || a.unbroken(11*time.Second) {
 			t.Error("want exactly 10 s of access")
 		}
-		step(time.Second, errors.New("away"))
+		step(time.Second, io.ErrUnexpectedEOF)
 		if a.unbroken(0) {
 			t.Error("trusted while away")
 		}

@@ -2,8 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -153,16 +155,16 @@ func (w *worker) take(ctx context.Context, messages []message) {
 	}
 	for failures := 0; len(ids) > 0; failures++ {
 		asked := time.Now()
-		rows, err := w.claim(ctx, ids)
+		rows, err := w.claimEach(ctx, ids)
+		w.access.note(err)
+		for _, r := range rows {
+			w.start(r, byTask[r.TaskID], asked)
+		}
+		messages = unclaimed(messages, rows)
 		if err == nil {
-			for _, r := range rows {
-				w.start(r, byTask[r.TaskID], asked)
-				delete(byTask, r.TaskID)
-			}
-			messages = unclaimed(messages, rows)
 			break
 		}
-		w.access.note(err)
+		ids = without(ids, rows)
 		if !sleep(ctx, reconnect.delay(failures)) {
 			w.giveBack(messages)
 			return
@@ -173,6 +175,34 @@ func (w *worker) take(ctx context.Context, messages []message) {
 		w.drop(m)
 	}
 	w.release(len(messages))
+}
+
+// claimEach claims tasks in one statement, and in smaller ones when PostgreSQL refuses
+// one of them for what it holds: it alone is then left out and told of. An error means
+// that PostgreSQL is away; what was claimed before comes with it.
+func (w *worker) claimEach(ctx context.Context, ids []uuid.UUID) ([]db.ClaimTasksRow, error) {
+	rows, err := w.claim(ctx, ids)
+	switch {
+	case err == nil || storeAway(err) || errors.Is(err, context.Canceled):
+		return rows, err
+	case len(ids) == 1:
+		w.log.Error("task cannot be claimed", "task_id", ids[0], "err", err)
+		return nil, nil
+	}
+	half := len(ids) / 2
+	rows, err = w.claimEach(ctx, ids[:half])
+	if err != nil {
+		return rows, err
+	}
+	more, err := w.claimEach(ctx, ids[half:])
+	return append(rows, more...), err
+}
+
+// without returns ids less those of rows.
+func without(ids []uuid.UUID, rows []db.ClaimTasksRow) []uuid.UUID {
+	return slices.DeleteFunc(slices.Clone(ids), func(id uuid.UUID) bool {
+		return slices.ContainsFunc(rows, func(r db.ClaimTasksRow) bool { return r.TaskID == id })
+	})
 }
 
 // claim is one claim statement (T2). It has a deadline of its own and outlives

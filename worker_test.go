@@ -460,6 +460,35 @@ func TestHandlerThatIgnoresItsContext(t *testing.T) {
 	s.atRest()
 }
 
+// A row that PostgreSQL refuses to have claimed, here by a trigger of the operator's, is
+// left alone, and its neighbours in the batch run.
+func TestUnclaimableRowHoldsUpNobody(t *testing.T) {
+	t.Parallel()
+	s := startService(t, fastConfig(t), nil)
+	if _, err := s.pool.Exec(t.Context(), `CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+		BEGIN IF NEW.name = 'refused' AND NEW.status = 'processing' THEN RAISE 'not this one'; END IF; RETURN NEW; END $$;
+		CREATE TRIGGER refuse BEFORE UPDATE ON tasks FOR EACH ROW EXECUTE FUNCTION refuse()`); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.pool.Exec(t.Context(), `INSERT INTO tasks (name) SELECT CASE WHEN n = 7 THEN 'refused' ELSE 'fine' END FROM generate_series(1, 20) n`); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the others done", func() bool {
+		var done int
+		s.pool.QueryRow(t.Context(), "SELECT count(*) FROM tasks WHERE status = 'completed'").Scan(&done)
+		return done == 19
+	})
+	if _, err := s.pool.Exec(t.Context(), "DROP TRIGGER refuse ON tasks"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "all done", func() bool {
+		var left int
+		err := s.pool.QueryRow(t.Context(), "SELECT count(*) FROM tasks WHERE status <> 'completed'").Scan(&left)
+		return err == nil && left == 0
+	})
+	s.atRest()
+}
+
 // A row that somebody holds locked, a user with an open transaction, holds up nobody
 // else: not their claims, not their leases, not their outcomes.
 func TestLockedRowHoldsUpNobody(t *testing.T) {

@@ -108,7 +108,10 @@ ALTER TABLE tasks
     ADD CONSTRAINT tasks_status_check CHECK (status IN ('pending', 'processing', 'completed', 'failed', 'cancelled')),
     ADD CONSTRAINT tasks_retry_count_check CHECK (retry_count <= max_retries),
     ADD CONSTRAINT tasks_lease_check CHECK ((status = 'processing') = (lease_until IS NOT NULL)),
-    ADD CONSTRAINT tasks_attempts_check CHECK (jsonb_typeof(attempts) = 'array');
+    ADD CONSTRAINT tasks_attempts_check CHECK (jsonb_typeof(attempts) = 'array'),
+    ADD CONSTRAINT tasks_attempt_check CHECK (attempt BETWEEN 0 AND 1000000000),
+    ADD CONSTRAINT tasks_timeout_check CHECK (timeout_ms > 0),
+    ADD CONSTRAINT tasks_run_at_check CHECK (isfinite(run_at));
 
 -- An index on status would have to be written at every step of every task.
 DROP INDEX IF EXISTS idx_tasks_status;
@@ -165,6 +168,9 @@ ALTER TABLE tasks
     DROP CONSTRAINT tasks_retry_count_check,
     DROP CONSTRAINT tasks_lease_check,
     DROP CONSTRAINT tasks_attempts_check,
+    DROP CONSTRAINT tasks_attempt_check,
+    DROP CONSTRAINT tasks_timeout_check,
+    DROP CONSTRAINT tasks_run_at_check,
     DROP COLUMN request_hash,
     DROP COLUMN queue,
     DROP COLUMN run_at,
