@@ -5,7 +5,6 @@
 package db
 
 import (
-	"encoding/json"
 	"time"
 
 	"github.com/google/uuid"
@@ -20,9 +19,9 @@ type Task struct {
 	// pending, processing, completed, failed or cancelled; waiting for a retry is pending with run_at in the future
 	Status string
 	// The submitter's JSON, handed to the handler
-	Payload json.RawMessage
+	Payload []byte
 	// The handler's JSON, of the attempt that completed the task
-	Result json.RawMessage
+	Result []byte
 	// When the task was submitted
 	CreatedAt time.Time
 	// When its state last changed; heartbeats and the stream do not count
@@ -62,5 +61,5 @@ type Task struct {
 	// W3C trace context of the submitter
 	Traceparent *string
 	// The last 20 attempts that did not complete the task, newest last: attempt, worker, started_at, finished_at, outcome (failed, lost, cancelled, interrupted), error
-	Attempts json.RawMessage
+	Attempts []byte
 }

@@ -7,7 +7,6 @@ package db
 
 import (
 	"context"
-	"encoding/json"
 	"time"
 
 	"github.com/google/uuid"
@@ -22,7 +21,7 @@ type AttemptOutcomesRow struct {
 	TaskID   uuid.UUID
 	Attempt  int32
 	Status   string
-	Attempts json.RawMessage
+	Attempts []byte
 }
 
 // AttemptOutcomes reads what became of tasks whose outcome statement changed no row.
@@ -250,7 +249,7 @@ type ClaimDueTasksParams struct {
 type ClaimDueTasksRow struct {
 	TaskID         uuid.UUID
 	Name           string
-	Payload        json.RawMessage
+	Payload        []byte
 	Queue          string
 	Attempt        int32
 	RetryCount     int32
@@ -322,7 +321,7 @@ type ClaimTasksParams struct {
 type ClaimTasksRow struct {
 	TaskID         uuid.UUID
 	Name           string
-	Payload        json.RawMessage
+	Payload        []byte
 	Queue          string
 	Attempt        int32
 	RetryCount     int32
@@ -393,7 +392,7 @@ type ClaimUnlockedTasksParams struct {
 type ClaimUnlockedTasksRow struct {
 	TaskID         uuid.UUID
 	Name           string
-	Payload        json.RawMessage
+	Payload        []byte
 	Queue          string
 	Attempt        int32
 	RetryCount     int32
