@@ -149,7 +149,7 @@ func (b *bed) checkClock() {
 	long := members[0].submit(`{"name":"probe","payload":{"do":"hold"}}`)
 	b.within(20*time.Second, "held", func() bool { return len(b.probe.running()) == 1 })
 	b.during(2*faultIdle, "one run", func() bool { return len(b.probe.of(long)) == 1 })
-	run := b.probe.running()[0]
+	run := b.probe.of(long)[0]
 	for _, m := range members {
 		if m.name == run.member {
 			m.kill()

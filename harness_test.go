@@ -269,6 +269,9 @@ func (b *bed) pause(d time.Duration) { <-time.After(d) }
 func (b *bed) showLogs() {
 	const shown = 40
 	for _, m := range b.members {
+		if n := m.log.count("its lease could not be renewed"); n > 0 {
+			b.t.Logf("%s stopped %d handlers because heartbeats were late: where no fault of the test explains it, the machine is too loaded for a lease of %v", m.name, n, faultLease)
+		}
 		lines := m.log.allLines()
 		if dir := os.Getenv("FAULT_LOGS"); dir != "" {
 			file := filepath.Join(dir, strings.ReplaceAll(b.t.Name(), "/", "_")+"-"+m.name+".log")
