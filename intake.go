@@ -79,7 +79,10 @@ type intake struct {
 	mu      sync.Mutex
 	held    map[string][]*waiter // the keys beside the batches, and who came for them meanwhile
 
-	away atomic.Bool // PostgreSQL was away when last asked
+	away    atomic.Bool // PostgreSQL was away when last asked
+	telling sync.Mutex  // told, at, and changes of away
+	told    bool        // that it is away
+	at      time.Time   // when that was told last
 }
 
 func newIntake(log *slog.Logger, p *pools, h hints) *intake {
@@ -305,16 +308,22 @@ func (in *intake) found(ws []*waiter, rows []db.TasksByKeyRow) (left []*waiter) 
 }
 
 // note writes one line when PostgreSQL goes away and one when it is back, however many
-// requests notice.
+// requests notice. On a full disk reads succeed and inserts fail: such a change to and fro is
+// told no more often than awayLogEvery.
 func (in *intake) note(err error) {
+	if err == nil && !in.away.Load() || errors.Is(err, context.Canceled) || errors.Is(err, errContended) {
+		return
+	}
+	in.telling.Lock()
+	defer in.telling.Unlock()
+	in.away.Store(err != nil)
 	switch {
-	case err == nil:
-		if in.away.Load() && in.away.CompareAndSwap(true, false) {
-			in.log.Info("postgres is back")
-		}
-	case errors.Is(err, context.Canceled), errors.Is(err, errContended):
-	case in.away.CompareAndSwap(false, true):
+	case err != nil && !in.told && time.Since(in.at) > awayLogEvery:
+		in.told, in.at = true, time.Now()
 		in.log.Warn("postgres does not serve", "err", err)
+	case err == nil && in.told:
+		in.told = false
+		in.log.Info("postgres is back")
 	}
 }
 

@@ -15,14 +15,16 @@ import (
 
 const (
 	expirePage   = 500
-	forgetAfter  = time.Hour   // a killed process' consumer name is kept this long
-	forgetEvery  = time.Minute // how often such names are looked for
-	beatsToTrust = 2           // heartbeat intervals of unbroken access before leases are judged
+	forgetAfter  = time.Hour        // a killed process' consumer name is kept this long
+	forgetEvery  = time.Minute      // how often such names are looked for
+	awayLogEvery = 10 * time.Second // how often it is told at most that PostgreSQL went away
+	beatsToTrust = 2                // heartbeat intervals of unbroken access before leases are judged
 )
 
 // access keeps account of whether PostgreSQL answers the parts of a worker, since
-// when without a break, and logs each change once. After an outage every lease looks
-// expired though its worker lives: nobody may judge leases before the workers had
+// when without a break, and logs each change once, though no more often than awayLogEvery:
+// one that is full serves some statements and refuses others. After an outage every lease
+// looks expired though its worker lives: nobody may judge leases before the workers had
 // time to renew them.
 type access struct {
 	log *slog.Logger
@@ -30,6 +32,8 @@ type access struct {
 
 	mu    sync.Mutex
 	away  bool
+	told  bool      // that it is away
+	at    time.Time // when that was told last
 	since time.Time // begin of the unbroken access
 	last  time.Time // last good answer
 
@@ -59,14 +63,20 @@ func (a *access) note(err error) {
 		}
 		a.last = now
 		return
-	case err != nil && !a.away:
+	case err != nil:
 		a.away = true
-		a.log.Warn("postgres away; results are kept until it is back", "err", err)
-	case err == nil && a.away:
+		if !a.told && now.Sub(a.at) > awayLogEvery {
+			a.told, a.at = true, now
+			a.log.Warn("postgres away; results are kept until it is back", "err", err)
+		}
+	case a.away:
 		a.away = false
 		a.since = now
-		a.log.Info("postgres back", "down_ms", now.Sub(a.last).Milliseconds())
-	case err == nil && now.Sub(a.last) > a.gap:
+		if a.told {
+			a.told = false
+			a.log.Info("postgres back", "down_ms", now.Sub(a.last).Milliseconds())
+		}
+	case now.Sub(a.last) > a.gap:
 		a.since = now
 	}
 	if err == nil {

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"io"
+	"log/slog"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -50,6 +52,30 @@ func TestAccess(t *testing.T) {
 		step(0, nil)
 		if a.unbroken(time.Second) {
 			t.Error("silence does not count as access")
+		}
+	})
+}
+
+// A PostgreSQL that serves some statements and refuses others, being full, does not fill the log;
+// one that stays away is told of though it was back a moment before.
+func TestAccessLog(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		a := newAccess(slog.New(slog.NewTextHandler(&log, nil)), 10*time.Second)
+		for range 100 {
+			time.Sleep(50 * time.Millisecond)
+			a.note(io.ErrUnexpectedEOF)
+			a.note(nil)
+		}
+		if n := strings.Count(log.String(), "\n"); n != 2 {
+			t.Errorf("%d lines, want 2:\n%s", n, &log)
+		}
+		for range 20 {
+			time.Sleep(time.Second)
+			a.note(io.ErrUnexpectedEOF)
+		}
+		if n := strings.Count(log.String(), "postgres away"); n != 2 {
+			t.Errorf("told %d times that PostgreSQL is away, want 2:\n%s", n, &log)
 		}
 	})
 }
