@@ -311,8 +311,11 @@ func (in *intake) found(ws []*waiter, rows []db.TasksByKeyRow) (left []*waiter) 
 // requests notice. On a full disk reads succeed and inserts fail: such a change to and fro is
 // told no more often than awayLogEvery.
 func (in *intake) note(err error) {
-	if err == nil && !in.away.Load() || errors.Is(err, context.Canceled) || errors.Is(err, errContended) {
+	if err == nil && !in.away.Load() || errors.Is(err, errContended) {
 		return
+	}
+	if err != nil && sqlState(err) == "" && !storeAway(err) {
+		return // not PostgreSQL's doing: a caller who left, a row that cannot be read
 	}
 	in.telling.Lock()
 	defer in.telling.Unlock()

@@ -119,15 +119,7 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 		cfg.RedisURL = rd.url()
 	}
 
-	if err := waitForPostgres(ctx, log, cfg.DatabaseURL, cfg.StartupMaxRetries, cfg.StartupRetryDelay); err != nil {
-		return err
-	}
-	if cfg.MigrateOnStart {
-		if err := migrate(ctx, log, cfg.MigrationDatabaseURL); err != nil {
-			return err
-		}
-	}
-	pools, err := openPools(ctx, cfg.DatabaseURL, cfg.Lease)
+	pools, err := openRecord(ctx, log, cfg)
 	if err != nil {
 		return err
 	}
@@ -139,15 +131,50 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 		}()
 		doneBefore(closed, time.Now().Add(closeGrace)) // a silent server says no farewell
 	}()
-	if err := checkSchema(ctx, pools.api); err != nil {
-		return err
-	}
 	stream, err := openStream(log, cfg, cfg.RedisURL)
 	if err != nil {
 		return usageError{err}
 	}
 	defer stream.close()
 	return serve(ctx, log, cfg, pools, stream, handlers, listener, died, ready)
+}
+
+// openRecord waits for PostgreSQL, brings the schema up to date and opens the pools. A
+// server that goes away again in the middle, as one does that is being restarted, is
+// waited for anew, as many times as there are attempts.
+func openRecord(ctx context.Context, log *slog.Logger, cfg config) (*pools, error) {
+	for n := 1; ; n++ {
+		if err := waitForPostgres(ctx, log, cfg.DatabaseURL, cfg.StartupMaxRetries, cfg.StartupRetryDelay); err != nil {
+			return nil, err
+		}
+		p, err := prepareRecord(ctx, log, cfg)
+		if err == nil || !storeAway(err) || n >= cfg.StartupMaxRetries {
+			return p, err
+		}
+		log.Warn("postgres went away during the start", "attempt", n, "max_attempts", cfg.StartupMaxRetries, "err", err)
+		if !sleep(ctx, cfg.StartupRetryDelay) {
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// prepareRecord migrates unless that is left to the operator, and opens the pools on a
+// schema that is complete.
+func prepareRecord(ctx context.Context, log *slog.Logger, cfg config) (*pools, error) {
+	if cfg.MigrateOnStart {
+		if err := migrate(ctx, log, cfg.MigrationDatabaseURL); err != nil {
+			return nil, err
+		}
+	}
+	p, err := openPools(ctx, cfg.DatabaseURL, cfg.Lease)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkSchema(ctx, p.api); err != nil {
+		p.close()
+		return nil, err
+	}
+	return p, nil
 }
 
 // serve builds the parts and runs their loops. Two contexts order the end: ctx ends

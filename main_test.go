@@ -225,3 +225,23 @@ func TestHealthcheck(t *testing.T) {
 		t.Error("healthcheck of a stopped process succeeds")
 	}
 }
+
+// A PostgreSQL that answers and goes away again during the start is waited for, as one is
+// that was not there yet.
+func TestProgramStartsThroughRestart(t *testing.T) {
+	t.Parallel()
+	direct := newDatabase(t)
+	through := newLink(t, "127.0.0.1:0", testPostgres(t).socket)
+	name, _, _ := strings.Cut(strings.TrimPrefix(direct, "postgres://nexusflow@/"), "?")
+	through.loseReply("HasKeyIndex")
+	env := programEnv(t)
+	env["DATABASE_URL"] = through.dsn(name)
+	env["STARTUP_RETRY_DELAY_S"] = "1"
+	url, _ := startMain(t, env, io.Discard)
+	if n := through.repliesLost(); n != 1 {
+		t.Fatalf("%d replies lost, want 1", n)
+	}
+	if status, answer := postTask(t, url, "", `{"name": "x"}`); status != http.StatusAccepted {
+		t.Errorf("POST = %d %v", status, answer)
+	}
+}
