@@ -22,7 +22,7 @@ import (
 )
 
 // The tests of the cases files reproduce failures that users of other
-// task queues reported. A case that a fault test shows as well has none here: 1 (fault 5), 3 (10), 5 (7), 9 (17), 26 (23), 32 (29).
+// task queues reported. A case that other tests show as well has none here: TESTING.md names them.
 
 // A retry is taken by one of two processes only.
 func TestCase11OneRetry(t *testing.T) {

@@ -139,9 +139,10 @@ func TestFaultDiskFull(t *testing.T) {
 	b.probe.set(holding)
 	held := a.submitMany(4, probeTask)
 	b.within(20*time.Second, "4 held", func() bool { return len(b.probe.running()) == 4 })
+	queued := a.submitMany(20, probeTask)
 
 	makeRoom := fillDisk(t, disk)
-	queued := b.insertUntilFull()
+	queued = append(queued, b.insertUntilFull()...)
 	// Values of this size need new pages, of which there are none.
 	random := make([]byte, 8<<10)
 	rand.Read(random)
