@@ -19,7 +19,7 @@ import (
 
 const (
 	// abandonAfter is how long a handler may go on after its context ended before its
-	// outcome is recorded without it. A command needs five seconds of it (handlers.md).
+	// outcome is recorded without it. A command needs five seconds of it.
 	abandonAfter = 10 * time.Second
 	stackLines   = 20
 )

@@ -294,7 +294,7 @@ func nextRetry(t *db.Task) *time.Time {
 	return nil
 }
 
-// appendAttempts appends the ledger, its members in the order of http.md 4.2: jsonb
+// appendAttempts appends the ledger, its members in the documented order: jsonb
 // orders them by length.
 func appendAttempts(b []byte, ledger json.RawMessage) []byte {
 	if string(ledger) == "[]" {

@@ -15,7 +15,7 @@ import (
 
 // ServeHTTP is what every request passes: it gives it an id, finds its route, checks
 // key and origin, turns a panic into an answer and writes the one log line. The
-// checks come in the order that http.md promises: an unknown path is 404 to a
+// checks come in a fixed order: an unknown path is 404 to a
 // caller without a key as well.
 func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	start := time.Now()

@@ -373,7 +373,7 @@ func TestClaimTasksOnce(t *testing.T) {
 }
 
 // Every write of an attempt but the current one, or after its end, must change nothing:
-// by status alone a stalled worker could end a later attempt (protocol.md section 4).
+// by status alone a stalled worker could end a later attempt.
 func TestFence(t *testing.T) {
 	t.Parallel()
 	r := newRecord(t)

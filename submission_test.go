@@ -225,7 +225,7 @@ func TestParseSubmissionFieldErrors(t *testing.T) {
 	}
 }
 
-// TestFieldErrorJSON pins what clients read: http.md 3.4 and the transcript of section 6.
+// TestFieldErrorJSON pins what clients read.
 func TestFieldErrorJSON(t *testing.T) {
 	_, err := parseSubmission([]byte(`{"payload":[1],"max_retries":"x","timeout_ms":0,"delay_ms":99999999999,"queue":"x"}`), keyHeader{}, testLimits)
 	got, err := json.Marshal(err)

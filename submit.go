@@ -117,7 +117,7 @@ func writeAccepted(w http.ResponseWriter, o receipt, key string) {
 	writeBody(w, code, "application/json", append(b, '}'))
 }
 
-// readSubmission checks a request in the order of http.md 3.3, so that of several errors
+// readSubmission checks a request in a fixed order, so that of several errors
 // a client always sees the same one.
 func (s *server) readSubmission(w http.ResponseWriter, r *http.Request) (submission, error) {
 	if err := checkMedia(r.Header); err != nil {

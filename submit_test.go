@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Rows 1-10, 16-30, 32-35 and 41 of the truth table in http.md 5.2: what one client can
+// Rows 1-10, 16-30, 32-35 and 41 of the truth table of idempotency: what one client can
 // see. 11-15 and 36-38 have tests of their own, 31 is net/http's answer and is among
 // the raw requests; 39 and 40 need retention and retry.
 func TestTruthTable(t *testing.T) {
@@ -310,7 +310,7 @@ func TestRefusalConsumesNoKey(t *testing.T) {
 	post(200, body, "Bearer secret", media...)
 }
 
-// The order of checks of http.md 3.3: each request breaks this rule and all that follow.
+// The order of checks: each request breaks this rule and all that follow.
 func TestCheckOrder(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), func(c *config) { c.APIKeys = []string{"secret"} })
