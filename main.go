@@ -30,7 +30,7 @@ const (
 
 const (
 	// lastGrace is what all parts have after SHUTDOWN_GRACE to end, a moment more than
-	// handing back takes, and closeGrace what the pools have after that: rule 12's two seconds.
+	// handing back takes, and closeGrace what the pools have after that: two seconds in all.
 	lastGrace  = stopGrace + 50*time.Millisecond
 	closeGrace = 200 * time.Millisecond
 )
@@ -179,7 +179,7 @@ func prepareRecord(ctx context.Context, log *slog.Logger, cfg config) (*pools, e
 
 // serve builds the parts and runs their loops. Two contexts order the end: ctx ends
 // at the signal or with the first failure and stops what takes in work; live ends
-// when that has drained and stops what brings work to its end (rule 12).
+// when that has drained and stops what brings work to its end.
 func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, l net.Listener, died <-chan error, ready func(string)) error {
 	asked := ctx // ends when somebody wants the process to stop, and not when a part fails
 	g, ctx := errgroup.WithContext(ctx)

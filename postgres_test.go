@@ -378,7 +378,7 @@ func TestBlackHole(t *testing.T) {
 	eventually(t, "statement succeeds", func() bool { return runSQL(t.Context(), p.work, "SELECT 1") == nil })
 }
 
-// Field case 51 and rule 15: neither a table lock nor a full pool of the gateway keeps the
+// Field case 51: neither a table lock nor a full pool of the gateway keeps the
 // lease pool from its work, and a caller with a deadline gets an answer.
 func TestPoolsAreSeparate(t *testing.T) {
 	t.Parallel()

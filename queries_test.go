@@ -816,7 +816,7 @@ func TestSweepsShareWork(t *testing.T) {
 	}
 }
 
-// Rule 17: work goes on without the stream.
+// Work goes on without the stream.
 func TestClaimDueTasks(t *testing.T) {
 	t.Parallel()
 	r := newRecord(t)

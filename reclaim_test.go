@@ -99,7 +99,7 @@ func TestDeadWorkersTaskRunsAgain(t *testing.T) {
 	s.atRest()
 }
 
-// A task that has spent its budget of lost workers fails and says so (K7).
+// A task that has spent its budget of lost workers fails and says so.
 func TestPoisonTaskFails(t *testing.T) {
 	t.Parallel()
 	s := startService(t, fastConfig(t), nil)
@@ -139,7 +139,7 @@ func TestGhostConsumer(t *testing.T) {
 	s.atRest()
 }
 
-// A live lease is never overridden, however long its entry has been idle (K3).
+// A live lease is never overridden, however long its entry has been idle.
 func TestReclaimerLeavesLiveLeases(t *testing.T) {
 	t.Parallel()
 	cfg := fastConfig(t)
@@ -244,7 +244,7 @@ func TestRedisWiped(t *testing.T) {
 	s.atRest()
 }
 
-// Rule 17: with Redis away work goes on, and is not doubled when it is back.
+// With Redis away work goes on, and is not doubled when it is back.
 func TestWorkGoesOnWithoutRedis(t *testing.T) {
 	t.Parallel()
 	cfg := fastConfig(t)

@@ -100,7 +100,7 @@ func (s *stream) downFor() time.Duration {
 }
 
 // note records how a write went. Each change of state is one log line, so that an
-// outage is two lines however long it lasts. It is the breaker of rule 18: while
+// outage is two lines however long it lasts. It is a circuit breaker: while
 // Redis is down nobody but the probe of run tries it.
 func (s *stream) note(err error) {
 	if (err == nil) == s.up() {

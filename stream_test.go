@@ -179,7 +179,7 @@ func TestStreamSharesSlots(t *testing.T) {
 	eventually(t, "an entry of the lightest queue with one free slot", func() bool { return len(idle.mustNext(t, 1)) == 1 })
 }
 
-// Field case, hole 6 of the original: entries that heartbeats keep fresh must not hide
+// Entries that heartbeats keep fresh must not hide
 // the dead ones behind them.
 func TestStreamFindsIdleBehindBusy(t *testing.T) {
 	t.Parallel()
@@ -266,7 +266,7 @@ func TestStreamUndeliveredAge(t *testing.T) {
 	}
 }
 
-// Field case 22 and rule 10: names go when nothing is pending under them, and only then.
+// Field case 22: names go when nothing is pending under them, and only then.
 func TestStreamForgetsConsumers(t *testing.T) {
 	t.Parallel()
 	s := testStream(t)
@@ -315,7 +315,7 @@ func TestStreamForgetsConsumers(t *testing.T) {
 	}
 }
 
-// Rule 18 and hole D3: a full Redis refuses entries, is noticed once, and heals by itself;
+// A full Redis refuses entries, is noticed once, and heals by itself;
 // what was delivered can still be dropped.
 func TestStreamFullRedis(t *testing.T) {
 	t.Parallel()
@@ -349,7 +349,7 @@ func TestStreamFullRedis(t *testing.T) {
 	s.mustPublish(t, entries)
 }
 
-// A Redis that does not answer costs a publish a time-out, not ten seconds (D5).
+// A Redis that does not answer costs a publish a time-out, not ten seconds.
 func TestStreamDeadRedis(t *testing.T) {
 	t.Parallel()
 	server := startRedisServer(t)
@@ -421,7 +421,7 @@ func TestNextID(t *testing.T) {
 }
 
 // FuzzNewMessage: whatever an entry holds, either it names a task in the canonical form
-// or it is to be dropped unseen (rule 2).
+// or it is to be dropped unseen.
 func FuzzNewMessage(f *testing.F) {
 	for _, seed := range []string{"01a22cc9-5011-796b-bb3f-53d77d8cd259", "", "rubbish", "{01a22cc9-5011-796b-bb3f-53d77d8cd259}",
 		"urn:uuid:01a22cc9-5011-796b-bb3f-53d77d8cd259", "01a22cc95011796bbb3f53d77d8cd259", "01A22CC9-5011-796B-BB3F-53D77D8CD259", "\x00\xff"} {

@@ -20,7 +20,7 @@ const (
 	directAfter = 3 * time.Second
 	dropBatch   = 512
 	// killGrace is what handlers get after SHUTDOWN_GRACE to end when told to, and
-	// stopGrace what is left in all for handing their tasks back: rule 12's two seconds.
+	// stopGrace what is left in all for handing their tasks back: two seconds with all that follows.
 	killGrace = 1200 * time.Millisecond
 	stopGrace = 1700 * time.Millisecond
 )
@@ -244,7 +244,7 @@ func unclaimed(messages []message, rows []db.ClaimTasksRow) []message {
 }
 
 // takeDue claims up to free due tasks without the stream and starts them: while
-// Redis is away work goes on (rule 17). It returns how many slots it filled. Entries of
+// Redis is away work goes on. It returns how many slots it filled. Entries of
 // these tasks that turn up later are refused by the claim and dropped.
 func (w *worker) takeDue(free int) int {
 	queues := make([]string, len(w.cfg.Queues))

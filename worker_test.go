@@ -317,7 +317,7 @@ func TestCopiesAndRubbishAreDropped(t *testing.T) {
 	s.atRest()
 }
 
-// A task that waits for its retry holds no slot: others go on (hole 3 of the original).
+// A task that waits for its retry holds no slot: others go on.
 func TestBackoffHoldsNoSlot(t *testing.T) {
 	t.Parallel()
 	cfg := fastConfig(t)

@@ -259,7 +259,7 @@ type ClaimDueTasksRow struct {
 	Traceparent    *string
 }
 
-// ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+// ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
 // given queues straight from the table. Those without an entry come first, then
 // queue by queue in the order given, oldest first.
 func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([]ClaimDueTasksRow, error) {

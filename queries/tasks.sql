@@ -84,7 +84,7 @@ WHERE task_id = ANY(ARRAY(
 RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
 
 -- name: ClaimDueTasks :many
--- ClaimDueTasks is ClaimTasks without the stream (rule 17): it takes a page of due tasks of the
+-- ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
 -- given queues straight from the table. Those without an entry come first, then
 -- queue by queue in the order given, oldest first.
 WITH unpublished AS (
