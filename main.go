@@ -330,7 +330,7 @@ func healthcheck(ctx context.Context, addr string) error {
 		return usageError{fmt.Errorf("read HTTP_ADDR: %w", err)}
 	}
 	if ip := net.ParseIP(host); host == "" || ip != nil && ip.IsUnspecified() {
-		host = "localhost"
+		host = "127.0.0.1" // an image from scratch need not know localhost
 	}
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
