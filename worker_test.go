@@ -508,7 +508,8 @@ func TestLockedRowHoldsUpNobody(t *testing.T) {
 	for _, id := range []uuid.UUID{running, locked} {
 		s.await(id, statusProcessing)
 	}
-	tx, err := s.pool.Begin(t.Context())
+	// Not through the service's pools, whose sessions end when they idle in a transaction.
+	tx, err := connect(t, s.cfg.DatabaseURL).Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
