@@ -25,7 +25,7 @@ func TestRetention(t *testing.T) {
 		}
 	}
 	// A row that somebody holds is left for the next walk.
-	held, err := p.api.Begin(t.Context())
+	held, err := connect(t, p.api.Config().ConnString()).Begin(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
