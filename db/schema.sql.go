@@ -28,7 +28,7 @@ const tryLock = `-- name: TryLock :one
 SELECT pg_try_advisory_lock($1::bigint) AS locked
 `
 
-// TryLock takes the session's advisory lock of the given number unless another session has it.
+// TryLock takes the advisory lock of the given number for this connection unless another holds it.
 func (q *Queries) TryLock(ctx context.Context, id int64) (bool, error) {
 	row := q.db.QueryRow(ctx, tryLock, id)
 	var locked bool
@@ -40,7 +40,7 @@ const unlock = `-- name: Unlock :one
 SELECT pg_advisory_unlock($1::bigint) AS unlocked
 `
 
-// Unlock gives the lock back; false means that this session did not hold it.
+// Unlock gives the lock back; false means that the connection did not hold it.
 func (q *Queries) Unlock(ctx context.Context, id int64) (bool, error) {
 	row := q.db.QueryRow(ctx, unlock, id)
 	var unlocked bool

@@ -1,9 +1,9 @@
 -- name: TryLock :one
--- TryLock takes the session's advisory lock of the given number unless another session has it.
+-- TryLock takes the advisory lock of the given number for this connection unless another holds it.
 SELECT pg_try_advisory_lock(@id::bigint) AS locked;
 
 -- name: Unlock :one
--- Unlock gives the lock back; false means that this session did not hold it.
+-- Unlock gives the lock back; false means that the connection did not hold it.
 SELECT pg_advisory_unlock(@id::bigint) AS unlocked;
 
 -- name: HasKeyIndex :one
