@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"time"
-	"unicode/utf8"
 
 	"nexusflow/db"
 )
@@ -217,14 +216,18 @@ func (a *attempt) outcome(result any, err error) outcome {
 		err = permanent(err)
 	}
 	_, isPermanent := errors.AsType[*permanentError](err)
-	if cause := context.Cause(a.ctx); cause != nil && !isPermanent {
-		err = cause
+	ended := context.Cause(a.ctx)
+	if ended != nil && !isPermanent {
+		err = ended
 	}
-	o.message, o.cause = cleanMessage(err.Error()), "error"
-	if cause := context.Cause(a.ctx); cause != nil && errors.Is(err, cause) || errors.Is(err, errTrustEnded) {
-		o.cause = o.message
-	} else if isPermanent {
+	o.message = cmp.Or(cleanText([]byte(err.Error())), "unknown error")
+	switch {
+	case isPermanent:
 		o.cause = "permanent error"
+	case ended != nil, errors.Is(err, errTrustEnded):
+		o.cause = o.message // words of ours
+	default:
+		o.cause = "error"
 	}
 	switch {
 	case errors.Is(err, errLeaseLost):
@@ -276,17 +279,4 @@ func encodeResult(result any) (string, error) {
 		return "", fmt.Errorf("result not storable: %w", err)
 	}
 	return string(doc), nil
-}
-
-// cleanMessage makes any text storable as error_message: valid UTF-8 without NUL, and
-// of long text the tail, where commands say what went wrong.
-func cleanMessage(text string) string {
-	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "")
-	if len(text) > maxErrorBytes {
-		text = text[len(text)-maxErrorBytes:]
-		for len(text) > 0 && !utf8.RuneStart(text[0]) {
-			text = text[1:]
-		}
-	}
-	return cmp.Or(text, "unknown error")
 }
