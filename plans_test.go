@@ -227,6 +227,17 @@ func TestQueryExecModes(t *testing.T) {
 	}
 }
 
+// changesByID holds the statements that change rows whose ids they are given, or have found.
+var changesByID = map[string]bool{
+	"ClaimTasks": true, "ClaimUnlockedTasks": true, "ClaimDueTasks": true, "BeatTasks": true, "BeatUnlockedTasks": true, "CancelRequests": true,
+	"CompleteTasks": true, "FailTasks": true, "ReleaseTasks": true, "ExpireTasks": true, "ExpireTasksByID": true,
+	"SweepUnpublished": true, "SweepPublished": true, "UnpublishTasks": true,
+}
+
+// byPartialIndex matches a scan of the table that a statement changes, which is called t or
+// not at all, by anything but its key.
+var byPartialIndex = regexp.MustCompile(`Scan using tasks_(?:lease|published|unpublished)_idx on tasks(?: t)?  \(.*|Bitmap Index Scan on tasks_(?:lease|published|unpublished)_idx.*`)
+
 // The plans of the worker's statements go by an index on an empty table, on one that has no statistics yet,
 // and on a large one, whether the server plans for the arguments or once for all. On
 // submit and status the same holds for a large table.
@@ -289,6 +300,9 @@ func TestQueryPlans(t *testing.T) {
 				}
 				if strings.Contains(plan, "Seq Scan on tasks") {
 					t.Errorf("%s, %s: %s reads the whole table:\n%s", size.name, planMode, name, plan)
+				}
+				if m := byPartialIndex.FindString(plan); m != "" && changesByID[name] {
+					t.Errorf("%s, %s: %s does not look its ids up: %s\n%s", size.name, planMode, name, m, plan)
 				}
 			}
 			clear(plans)

@@ -89,7 +89,7 @@ SET lease_until = now() + ($1::bigint) * interval '1 millisecond'
 FROM (SELECT unnest($2::uuid[]) AS task_id, unnest($3::int[]) AS attempt) h
 WHERE t.task_id = h.task_id
     AND t.attempt = h.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.cancel_requested
 `
 
@@ -133,7 +133,7 @@ SET lease_until = now() + ($1::bigint) * interval '1 millisecond'
 FROM (SELECT unnest($2::uuid[]) AS task_id, unnest($3::int[]) AS attempt) h
 WHERE t.task_id = h.task_id
     AND t.attempt = h.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.task_id = ANY(ARRAY(
         SELECT u.task_id FROM tasks u
         WHERE u.task_id = ANY($2::uuid[])
@@ -180,7 +180,7 @@ func (q *Queries) BeatUnlockedTasks(ctx context.Context, arg BeatUnlockedTasksPa
 const cancelRequests = `-- name: CancelRequests :many
 SELECT task_id FROM tasks
 WHERE task_id = ANY($1::uuid[])
-    AND status = 'processing'
+    AND status || '' = 'processing'
     AND cancel_requested
 `
 
@@ -450,7 +450,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count
 `
 
@@ -558,7 +558,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     lease_until = NULL,
     locked_by = NULL
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count
 `
@@ -619,10 +619,10 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     locked_by = NULL
 WHERE t.task_id = ANY(ARRAY(
         SELECT u.task_id FROM tasks u
-        WHERE u.task_id = ANY($2::uuid[]) AND u.status = 'processing' AND u.lease_until < now()
+        WHERE u.task_id = ANY($2::uuid[]) AND u.status || '' = 'processing' AND u.lease_until < now()
         FOR UPDATE SKIP LOCKED
     ))
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count
 `
@@ -694,7 +694,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count
 `
 
@@ -786,6 +786,7 @@ func (q *Queries) GetTask(ctx context.Context, taskID uuid.UUID) (Task, error) {
 }
 
 const insertTasks = `-- name: InsertTasks :many
+
 INSERT INTO tasks (task_id, name, queue, payload, idempotency_key, request_hash, max_retries, timeout_ms, traceparent, run_at, published_at)
 SELECT i.task_id, i.name, i.queue, i.payload::jsonb, NULLIF(i.idempotency_key, ''), i.request_hash, i.max_retries,
     NULLIF(i.timeout_ms, 0), NULLIF(i.traceparent, ''), i.run_at,
@@ -835,6 +836,10 @@ type InsertTasksRow struct {
 	Published bool
 }
 
+// Where a statement knows its rows by id it compares status || ”, not status: with the plain
+// column the planner may take one of the small partial indexes for cheaper than the ids and
+// read all of it, once a page, which for a long backlog is quadratic (measured: a sweep of
+// 15,000 rows took 166 us a task instead of 9).
 // InsertTasks stores new pending tasks (T1). A row whose idempotency key is taken does
 // not come back; the caller then asks TasksByKey in a statement of its own, because
 // the snapshot of this one predates a concurrent winner.
@@ -886,8 +891,8 @@ WITH RECURSIVE q AS (
 SELECT q.queue::text AS queue FROM q
 WHERE q.queue IS NOT NULL
     AND EXISTS (
-        SELECT FROM tasks t
-        WHERE t.status = 'pending' AND t.queue = q.queue AND t.published_at < now() - ($1::bigint) * interval '1 millisecond'
+        SELECT FROM tasks o
+        WHERE o.status = 'pending' AND o.queue = q.queue AND o.published_at < now() - ($1::bigint) * interval '1 millisecond'
     )
 `
 
@@ -929,7 +934,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count
 `
 
@@ -984,7 +989,7 @@ WITH stale AS (
 UPDATE tasks t
 SET published_at = now()
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
-    AND t.status = 'pending'
+    AND t.status || '' = 'pending'
     AND t.published_at < now() - ($1::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue
 `
@@ -1033,7 +1038,7 @@ WITH due AS (
 UPDATE tasks t
 SET published_at = now()
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
-    AND t.status = 'pending'
+    AND t.status || '' = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue
 `

@@ -1,3 +1,8 @@
+-- Where a statement knows its rows by id it compares status || '', not status: with the plain
+-- column the planner may take one of the small partial indexes for cheaper than the ids and
+-- read all of it, once a page, which for a long backlog is quadratic (measured: a sweep of
+-- 15,000 rows took 166 us a task instead of 9).
+
 -- name: InsertTasks :many
 -- InsertTasks stores new pending tasks (T1). A row whose idempotency key is taken does
 -- not come back; the caller then asks TasksByKey in a statement of its own, because
@@ -127,7 +132,7 @@ SET lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond'
 FROM (SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt) h
 WHERE t.task_id = h.task_id
     AND t.attempt = h.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.cancel_requested;
 
 -- name: BeatUnlockedTasks :many
@@ -139,7 +144,7 @@ SET lease_until = now() + (@lease_ms::bigint) * interval '1 millisecond'
 FROM (SELECT unnest(@task_ids::uuid[]) AS task_id, unnest(@attempts::int[]) AS attempt) h
 WHERE t.task_id = h.task_id
     AND t.attempt = h.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.task_id = ANY(ARRAY(
         SELECT u.task_id FROM tasks u
         WHERE u.task_id = ANY(@task_ids::uuid[])
@@ -151,7 +156,7 @@ RETURNING t.task_id, t.attempt, t.cancel_requested;
 -- CancelRequests tells which of the held tasks somebody asked to cancel.
 SELECT task_id FROM tasks
 WHERE task_id = ANY(@task_ids::uuid[])
-    AND status = 'processing'
+    AND status || '' = 'processing'
     AND cancel_requested;
 
 -- name: CompleteTasks :many
@@ -169,7 +174,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count;
 
 -- name: FailTasks :many
@@ -201,7 +206,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count;
 
 -- name: ReleaseTasks :many
@@ -222,7 +227,7 @@ FROM (
 ) o
 WHERE t.task_id = o.task_id
     AND t.attempt = o.attempt
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
 RETURNING t.task_id, t.attempt, t.status, t.retry_count;
 
 -- name: AttemptOutcomes :many
@@ -253,7 +258,7 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     lease_until = NULL,
     locked_by = NULL
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM dead))
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
 
@@ -273,10 +278,10 @@ SET status = CASE WHEN t.cancel_requested THEN 'cancelled' WHEN t.lost_count >= 
     locked_by = NULL
 WHERE t.task_id = ANY(ARRAY(
         SELECT u.task_id FROM tasks u
-        WHERE u.task_id = ANY(@task_ids::uuid[]) AND u.status = 'processing' AND u.lease_until < now()
+        WHERE u.task_id = ANY(@task_ids::uuid[]) AND u.status || '' = 'processing' AND u.lease_until < now()
         FOR UPDATE SKIP LOCKED
     ))
-    AND t.status = 'processing'
+    AND t.status || '' = 'processing'
     AND t.lease_until < now()
 RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
 
@@ -293,7 +298,7 @@ WITH due AS (
 UPDATE tasks t
 SET published_at = now()
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
-    AND t.status = 'pending'
+    AND t.status || '' = 'pending'
     AND t.published_at IS NULL
 RETURNING t.task_id, t.queue;
 
@@ -313,8 +318,8 @@ WITH RECURSIVE q AS (
 SELECT q.queue::text AS queue FROM q
 WHERE q.queue IS NOT NULL
     AND EXISTS (
-        SELECT FROM tasks t
-        WHERE t.status = 'pending' AND t.queue = q.queue AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+        SELECT FROM tasks o
+        WHERE o.status = 'pending' AND o.queue = q.queue AND o.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
     );
 
 -- name: SweepPublished :many
@@ -330,7 +335,7 @@ WITH stale AS (
 UPDATE tasks t
 SET published_at = now()
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM stale))
-    AND t.status = 'pending'
+    AND t.status || '' = 'pending'
     AND t.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
 RETURNING t.task_id, t.queue;
 
