@@ -84,7 +84,8 @@ func (b *bed) fillServer() (release func()) {
 		b.t.Fatal(err)
 	}
 	config.RuntimeParams["application_name"] = "filler"
-	b.number("SELECT 1") // which the test's pool keeps a connection of
+	var began time.Time // on PostgreSQL's clock; the query also gives the test's pool a connection to keep
+	b.query(&began, "SELECT clock_timestamp()")
 	var taken []*pgx.Conn
 	release = func() {
 		for _, conn := range taken {
@@ -104,8 +105,10 @@ func (b *bed) fillServer() (release func()) {
 			}
 			taken = append(taken, conn)
 		}
-		// What the service loses here is taken in the next round, if it is not faster.
-		return b.number("SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE "+otherPools) == 0
+		// What the service loses here is taken in the next round, if it is not faster. One of its
+		// connections that is younger than this is of another pool too, whatever it has run.
+		return b.number("SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE "+otherPools+
+			" OR application_name = 'nexusflow' AND backend_start > $1", began) == 0
 	})
 	b.t.Logf("%d connections taken", len(taken))
 	return release
