@@ -28,12 +28,13 @@ var update = flag.Bool("update", false, "write golden files instead of comparing
 // A gateway is a server under test, with the real limits, on a database of its own choice.
 type gateway struct {
 	*httptest.Server
-	server *server
-	pools  *pools
-	dsn    string
-	up     atomic.Bool // what the gateway is told about the stream
-	mu     sync.Mutex
-	sent   []entry // what it published
+	server   *server
+	pools    *pools
+	contract *contract // which every answer must keep
+	dsn      string
+	up       atomic.Bool // what the gateway is told about the stream
+	mu       sync.Mutex
+	sent     []entry // what it published
 }
 
 // testConfig returns the settings that a gateway reads, at their defaults.
@@ -67,7 +68,7 @@ func startGatewayLog(t testing.TB, dsn string, change func(*config), log *slog.L
 	handlers := newHandlerTable(cfg)
 	handlers.handle(anyName, demo)
 	handlers.handle("fail_task", fail)
-	g := &gateway{pools: p, dsn: dsn}
+	g := &gateway{pools: p, contract: testContract(t), dsn: dsn}
 	g.up.Store(true)
 	g.server = newServer(log, cfg, p, handlers, hints{publish: g.publish, up: g.up.Load})
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -164,7 +165,11 @@ func (g *gateway) try(ctx context.Context, method, path string, body io.Reader, 
 	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
-	return answer{resp.StatusCode, resp.Header, string(b)}, err
+	a := answer{resp.StatusCode, resp.Header, string(b)}
+	if err != nil {
+		return a, err
+	}
+	return a, g.contract.check(method, path, a)
 }
 
 // post submits body with a JSON Content-Type.
@@ -287,5 +292,12 @@ func (g *gateway) raw(t testing.TB, request string) answer {
 	if resp.Close {
 		resp.Header.Set("Connection", "close") // which ReadResponse takes out
 	}
-	return answer{resp.StatusCode, resp.Header, string(b)}
+	a := answer{resp.StatusCode, resp.Header, string(b)}
+	if method, rest, ok := strings.Cut(request, " "); ok && a.header.Get("X-Request-Id") != "" { // else net/http answered itself
+		target, _, _ := strings.Cut(rest, " ")
+		if err := g.contract.check(method, target, a); err != nil {
+			t.Error(err)
+		}
+	}
+	return a
 }

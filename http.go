@@ -43,7 +43,7 @@ type server struct {
 	limits      limits
 	keys        apiKeys
 	crossOrigin *http.CrossOriginProtection
-	mux         *http.ServeMux
+	mux         *routes
 	intake      *intake
 	buffers     bufferPool
 	ready       readiness
@@ -57,6 +57,18 @@ type hints struct {
 	up      func() bool   // whether the stream is believed to be reachable
 }
 
+// routes is a ServeMux that knows its patterns.
+type routes struct {
+	http.ServeMux
+	patterns []string
+}
+
+// HandleFunc is for use before the first request.
+func (m *routes) HandleFunc(pattern string, handler http.HandlerFunc) {
+	m.patterns = append(m.patterns, pattern)
+	m.ServeMux.HandleFunc(pattern, handler)
+}
+
 // newServer returns a gateway that serves nothing before run is called.
 func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints) *server {
 	s := &server{
@@ -68,15 +80,18 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		limits:      limits{maxTimeout: cfg.MaxTaskTimeout, queues: queueNames(cfg, handlers)},
 		keys:        newAPIKeys(cfg),
 		crossOrigin: http.NewCrossOriginProtection(),
-		mux:         http.NewServeMux(),
+		mux:         new(routes),
 		intake:      newIntake(log, p, h),
 	}
 	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
-		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
-			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
-		})
+		s.mux.HandleFunc("POST /tasks/{$}", redirect("/tasks"))
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+		for _, d := range documents {
+			s.mux.HandleFunc("GET "+d.path, serveDocument(d.mediaType, d.text))
+		}
+		s.mux.HandleFunc("GET /docs/{$}", redirect("/docs"))
+		s.mux.HandleFunc("GET /redoc", redirect("/docs"))
 	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)

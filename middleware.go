@@ -81,10 +81,11 @@ func (s *server) logRequest(r *http.Request, pattern string, status int, id stri
 		slog.String("request_id", id))
 }
 
-// open reports whether a route needs no API key: the probes, whose callers have none.
+// open reports whether a route needs no API key: the probes, whose callers have none, and
+// the description of the API.
 func open(pattern string) bool {
 	switch route(pattern) {
-	case "/health", "/healthz", "/livez", "/readyz":
+	case "/health", "/healthz", "/livez", "/readyz", "/openapi.json", "/openapi.yaml", "/docs", "/docs/style.css", "/docs/{$}", "/redoc":
 		return true
 	}
 	return false
