@@ -68,7 +68,8 @@ func TestContractExamples(t *testing.T) {
 	}
 }
 
-// The page and the file name each other's problem types, and those of the program.
+// The page tells of every problem type that the file has. That the file has those of the program, every
+// checked answer shows.
 func TestContractProblems(t *testing.T) {
 	t.Parallel()
 	c := testContract(t)
