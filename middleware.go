@@ -49,8 +49,12 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.fail(sw, r, err)
 		return
 	}
-	// The mux is asked again because only its ServeHTTP sets the path values.
-	s.mux.ServeHTTP(sw, r)
+	if !strings.Contains(pattern, "{") {
+		r.Pattern = pattern
+		next.ServeHTTP(sw, r)
+		return
+	}
+	s.mux.ServeHTTP(sw, r) // which matches again: only it sets the values of the path
 }
 
 // admit refuses a request without the API key its route needs, and unsafe requests that
