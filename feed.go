@@ -283,7 +283,8 @@ func (f *feed) read(ctx context.Context, ids []uuid.UUID, now time.Time) error {
 	return nil
 }
 
-// publish adds events and drops the oldest beyond what is kept.
+// publish adds events. When they are more than is kept it drops the oldest quarter: streams
+// read slices of the rest, so each time it is copied.
 func (f *feed) publish(changes []change) {
 	if len(changes) == 0 {
 		return
@@ -295,13 +296,13 @@ func (f *feed) publish(changes []change) {
 		f.size += len(c.data)
 		f.last++
 	}
-	drop := 0
-	for len(f.events)-drop > feedEvents || f.size > feedBytes && len(f.events)-drop > 1 {
-		f.size -= len(f.events[drop].data)
-		drop++
-	}
-	if drop > 0 {
-		f.events = append([]change(nil), f.events[drop:]...)
+	if len(f.events) > feedEvents || f.size > feedBytes {
+		drop := 0
+		for len(f.events)-drop > feedEvents*3/4 || f.size > feedBytes*3/4 {
+			f.size -= len(f.events[drop].data)
+			drop++
+		}
+		f.events = slices.Clone(f.events[drop:])
 	}
 	f.tell()
 }
