@@ -326,6 +326,29 @@ func TestAllEventsBacklog(t *testing.T) {
 	s.quiet(t)
 }
 
+// Running tasks are seen to end also when there are more than one look takes.
+func TestAllEventsRunning(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	const tasks = 9 * feedRows
+	g.exec(t, `INSERT INTO tasks (name, status, lease_until, created_at, updated_at)
+		SELECT 'a', 'processing', now() + interval '1 hour' + n * interval '1 ms', now() - interval '1 hour', now() - interval '1 hour' FROM generate_series(1, $1) n`, tasks)
+	s := g.stream(t, "/events")
+	<-s.began
+	// The heartbeats of the rest bring them forward, and thereby others out of sight.
+	g.exec(t, "UPDATE tasks SET lease_until = lease_until + interval '1 hour' WHERE task_id IN (SELECT task_id FROM tasks ORDER BY lease_until LIMIT $1)", feedRows)
+	g.submitted(t, `{"name":"b"}`)
+	if e := s.next(t, "pending"); !strings.Contains(e.data, `"name":"b"`) { // so there was a look
+		t.Errorf("event %s", e.data)
+	}
+	s.quiet(t)
+	g.exec(t, "UPDATE tasks SET status = 'completed', lease_until = NULL, updated_at = now(), finished_at = now() WHERE name = 'a'")
+	for range tasks {
+		s.next(t, "completed")
+	}
+	s.quiet(t)
+}
+
 // What the workers of this process do is seen however fast it is.
 func TestAllEventsLocal(t *testing.T) {
 	t.Parallel()

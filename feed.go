@@ -77,7 +77,8 @@ type sighting struct {
 	state taskState
 	at    time.Time // when this state was first seen
 	look  int       // the last look that saw the task
-	gone  bool      // it was read by id after it had gone out of sight
+	read  int       // the last look after which it was read by its id
+	gone  bool      // it was read after it had gone out of sight, and does not run
 }
 
 func newFeed(pool *pgxpool.Pool, note func(error)) *feed {
@@ -236,10 +237,16 @@ func (f *feed) suspects(rows []db.LiveTasksRow, now time.Time) []uuid.UUID {
 		k.look, k.gone = f.looks, false
 	}
 	for id, k := range f.known {
-		if k.look != f.looks && !k.gone {
-			ids = append(ids, id)
-			delete(hinted, id)
+		if k.look == f.looks || k.gone {
+			continue
 		}
+		// Tasks may go on running out of sight, when there are more than one look takes. So
+		// one is read when it has gone out of sight, and then once a second.
+		if k.read > k.look && f.looks-k.read < int(time.Second/pollInterval) {
+			continue
+		}
+		ids = append(ids, id)
+		delete(hinted, id)
 	}
 	for id := range hinted {
 		ids = append(ids, id)
@@ -273,7 +280,7 @@ func (f *feed) read(ctx context.Context, ids []uuid.UUID, now time.Time) error {
 			k.state, k.at = state, now
 			changes = append(changes, change{r.Name, r.Status, appendSummary(nil, r)})
 		}
-		// A running task stays under watch also when there are more than one look takes.
+		k.read = f.looks
 		k.gone = k.look != f.looks && r.Status != statusProcessing
 	}
 	for id := range unread { // deleted

@@ -372,8 +372,8 @@ func preferredWait(h http.Header) waitRequest {
 					break
 				}
 				value = strings.TrimSpace(value)
-				if inner, quoted := strings.CutPrefix(value, `"`); quoted {
-					value = strings.TrimSuffix(inner, `"`)
+				if n := len(value); n > 1 && value[0] == '"' && value[n-1] == '"' {
+					value = value[1 : n-1]
 				}
 				limit, ok := parseWait(value)
 				return waitRequest{limit: limit, preferred: ok}

@@ -16,6 +16,9 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"golang.org/x/sync/errgroup"
+
+	"nexusflow/db"
 )
 
 // A pending answer is one that a request waits for.
@@ -128,7 +131,9 @@ func TestWaitRequests(t *testing.T) {
 		{prefer: []string{"wait=x, wait=5"}},
 		{prefer: []string{"wait=-5"}},
 		{prefer: []string{"wait"}},
-		{prefer: []string{`wait="5`}, want: "wait=5"},
+		{prefer: []string{`wait="5"`}, want: "wait=5"},
+		{prefer: []string{`wait="5`}},
+		{prefer: []string{`wait="`}},
 		{prefer: []string{"x; wait=5"}},
 		{prefer: []string{"waiting=5", ",,=;\"\\"}},
 	} {
@@ -347,6 +352,51 @@ func TestWaitHint(t *testing.T) {
 	}
 }
 
+// The worker tells of a task when others can read the change, not before.
+func TestWorkerTellsChanges(t *testing.T) {
+	t.Parallel()
+	cfg := fastConfig(t)
+	cfg.ConsumerName = "teller"
+	p := testPools(t)
+	stream, err := openStream(testLog(t), cfg, newRedisURL(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer stream.close()
+	table := newHandlerTable(cfg)
+	table.handle("quick", func(context.Context, task) (any, error) { return nil, nil })
+	told := make(chan string, 9)
+	changed := func(id uuid.UUID) {
+		row, err := db.New(p.api).GetTask(context.Background(), id)
+		if err != nil {
+			t.Error(err)
+		}
+		told <- row.Status
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var g errgroup.Group
+	loop := func(_ string, run func(context.Context) error) { g.Go(func() error { return run(ctx) }) }
+	drained := startWorker(ctx, &g, loop, testLog(t), cfg, p, stream, table, changed)
+	if _, err := p.api.Exec(t.Context(), "INSERT INTO tasks (name) VALUES ('quick')"); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{statusProcessing, statusCompleted} {
+		select {
+		case got := <-told:
+			if got != want {
+				t.Errorf("told while the task is %s, want %s", got, want)
+			}
+		case <-time.After(15 * time.Second):
+			t.Errorf("not told of %s", want)
+		}
+	}
+	cancel()
+	drained(time.Now().Add(time.Second))
+	if err := g.Wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // All places taken: no connection is held, others are served, and who comes later is told at once.
 func TestWaitPlaces(t *testing.T) {
 	g := startGateway(t, newDatabase(t), nil)
@@ -513,7 +563,9 @@ func TestWaitPostgresAway(t *testing.T) {
 	submit := g.begin(t.Context(), "POST", "/tasks", `{"name":"b"}`, "Content-Type", "application/json", "Prefer", "wait=4")
 	stream := g.stream(t, "/tasks/"+id+"/events")
 	stream.next(t, "pending")
-	g.waiting(t, 4)
+	all := g.stream(t, "/events")
+	<-all.began
+	g.waiting(t, 5)
 	pg.stop()
 	a := short.wait(t)
 	if a.status != 503 || a.header.Get("Retry-After") != "1" || short.took() < 4*time.Second {
@@ -530,6 +582,11 @@ func TestWaitPostgresAway(t *testing.T) {
 		t.Errorf("after the outage = %d %s", a.status, a.body)
 	}
 	stream.next(t, "completed")
+	for e := range all.events { // a gap before it, if the outage was long
+		if e.name == "completed" && strings.Contains(e.data, id) {
+			break
+		}
+	}
 	if away, back := lines.count("postgres does not serve"), lines.count("postgres is back"); away != 1 || back != 1 {
 		t.Errorf("%d lines say that PostgreSQL went and %d that it is back, want one of each", away, back)
 	}

@@ -28,7 +28,7 @@ FROM (
     (SELECT r.task_id, r.status, r.retry_count, r.updated_at FROM tasks r
      WHERE r.status = 'processing'
      ORDER BY r.lease_until DESC
-     LIMIT $1::int)
+     LIMIT 8 * $1::int)
     UNION ALL
     (SELECT u.task_id, u.status, u.retry_count, u.updated_at FROM tasks u
      WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at < now() + interval '1 minute'
@@ -69,7 +69,8 @@ type LiveTasksRow struct {
 // LiveTasks reads where changes are to be expected, through indexes that are there anyway:
 // running tasks, those that are due soon without a stream entry, the heads of the
 // queues, and what the service created between two moments, which are given as the UUIDs
-// (version 7) they begin with. It takes at most max_rows of each, one task perhaps twice.
+// (version 7) they begin with. It takes at most max_rows of each, of running tasks eight times
+// as many, and one task perhaps twice.
 func (q *Queries) LiveTasks(ctx context.Context, arg LiveTasksParams) ([]LiveTasksRow, error) {
 	rows, err := q.db.Query(ctx, liveTasks, arg.MaxRows, arg.FromID, arg.ToID)
 	if err != nil {
