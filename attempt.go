@@ -82,6 +82,7 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 		a.task.Traceparent = *r.Traceparent
 	}
 	a.trust(asked)
+	w.changed(r.TaskID)
 	timeout := w.cfg.TaskTimeout
 	if h, ok := w.handlers.find(r.Name); ok {
 		a.handler = h

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -45,6 +46,8 @@ type server struct {
 	crossOrigin *http.CrossOriginProtection
 	mux         *http.ServeMux
 	intake      *intake
+	lobby       *lobby
+	feed        *feed
 	buffers     bufferPool
 	ready       readiness
 	draining    atomic.Bool
@@ -71,12 +74,16 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		mux:         http.NewServeMux(),
 		intake:      newIntake(log, p, h),
 	}
+	s.lobby = newLobby(p.api, s.intake.note)
+	s.feed = newFeed(p.api, s.intake.note)
 	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
 		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
 		})
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
+		s.mux.HandleFunc("GET /events", s.allEvents)
 	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)
@@ -104,7 +111,7 @@ func (s *server) httpServer() *http.Server {
 		Handler:           s.handler(),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       15 * time.Second,
-		WriteTimeout:      30 * time.Second,
+		WriteTimeout:      writeTimeout,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          log.New(errorLog{s.log}, "", 0),
@@ -112,24 +119,32 @@ func (s *server) httpServer() *http.Server {
 }
 
 // run stores what requests submit until ctx ends, then what was submitted before, and
-// returns nil. End ctx after the HTTP server has drained: a request that comes later
-// waits out its limit and gets 503.
+// returns nil; beside that it looks for what other requests wait for. End ctx after the HTTP
+// server has drained: a request that comes later waits out its limit and gets 503.
 func (s *server) run(ctx context.Context) error {
-	if s.cfg.MaxBacklogAge <= 0 {
-		return s.intake.run(ctx)
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	beside.Go(func() { s.lobby.run(ctx) })
+	beside.Go(func() { s.feed.run(ctx) })
+	if s.cfg.MaxBacklogAge > 0 {
+		beside.Go(func() { s.watchBacklog(ctx) })
 	}
-	watched := make(chan struct{})
-	go func() {
-		defer close(watched)
-		s.watchBacklog(ctx)
-	}()
-	err := s.intake.run(ctx)
-	<-watched
-	return err
+	return s.intake.run(ctx)
 }
 
-// drain makes readiness fail from now on, so that no new client is sent here.
-func (s *server) drain() { s.draining.Store(true) }
+// drain makes readiness fail from now on, so that no new client is sent here, and ends all
+// waits: long polls are answered with what is so now, and streams end.
+func (s *server) drain() {
+	s.draining.Store(true)
+	s.lobby.close()
+}
+
+// changed tells those who wait that this process has changed a task. It costs next to
+// nothing while nobody does.
+func (s *server) changed(id uuid.UUID) {
+	s.lobby.hint(id)
+	s.feed.hint(id)
+}
 
 // watchBacklog asks once a second whether tasks wait too long. A question that is not
 // answered leaves the gate open: the record being away has an answer of its own.
@@ -145,8 +160,8 @@ func (s *server) watchBacklog(ctx context.Context) {
 	}
 }
 
-// showTask answers GET /tasks/{task_id}. A failed task is a 200: the request for its
-// state succeeded.
+// showTask answers GET /tasks/{task_id}, at once or after the wait that is asked for. A failed
+// task is a 200: the request for its state succeeded.
 func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	given := r.PathValue("task_id")
 	id, ok := taskID(given)
@@ -154,7 +169,12 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	t, err := s.readTask(r.Context(), id)
+	wait, err := requestedWait(r)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	t, waited, err := s.currentTask(w, r, id, wait)
 	if errors.Is(err, pgx.ErrNoRows) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
@@ -163,14 +183,18 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 		s.intake.note(err)
 	}
 	if err != nil {
-		s.fail(w, r, err)
+		if r.Context().Err() == nil { // else nobody is there any more
+			s.fail(w, r, err)
+		}
 		return
 	}
 	tag := etag(&t)
 	h := w.Header()
 	h.Set("Cache-Control", "private, no-cache")
 	h.Set("ETag", tag)
-	if !terminal(t.Status) {
+	if waited {
+		h.Set("Retry-After", "1")
+	} else if !terminal(t.Status) {
 		h.Set("Retry-After", retryAfterSeconds(&t))
 	}
 	if matches(r.Header.Values("If-None-Match"), tag) {
@@ -253,13 +277,41 @@ func retryAfterSeconds(t *db.Task) string {
 
 // appendTask appends the representation of a task: the original's members in its order,
 // then ours.
-func appendTask(b []byte, t *db.Task) []byte {
+func appendTask(b []byte, t *db.Task) []byte { return appendMembers(b, t, true) }
+
+// appendSummary is appendTask without payload and result.
+func appendSummary(b []byte, r *db.TaskSummariesRow) []byte {
+	return appendMembers(b, &db.Task{
+		TaskID:          r.TaskID,
+		Name:            r.Name,
+		Status:          r.Status,
+		RetryCount:      r.RetryCount,
+		MaxRetries:      r.MaxRetries,
+		ErrorMessage:    r.ErrorMessage,
+		CreatedAt:       r.CreatedAt,
+		UpdatedAt:       r.UpdatedAt,
+		IdempotencyKey:  r.IdempotencyKey,
+		Queue:           r.Queue,
+		RunAt:           r.RunAt,
+		StartedAt:       r.StartedAt,
+		FinishedAt:      r.FinishedAt,
+		TimeoutMS:       r.TimeoutMS,
+		CancelRequested: r.CancelRequested,
+		Attempt:         r.Attempt,
+		LostCount:       r.LostCount,
+		Attempts:        r.Attempts,
+	}, false)
+}
+
+func appendMembers(b []byte, t *db.Task, whole bool) []byte {
 	b = append(b, `{"task_id":"`...)
 	b = append(b, t.TaskID.String()...)
 	b = appendString(append(b, `","name":`...), t.Name)
 	b = appendString(append(b, `,"status":`...), t.Status)
-	b = appendJSON(append(b, `,"payload":`...), t.Payload)
-	b = appendJSON(append(b, `,"result":`...), t.Result)
+	if whole {
+		b = appendJSON(append(b, `,"payload":`...), t.Payload)
+		b = appendJSON(append(b, `,"result":`...), t.Result)
+	}
 	b = strconv.AppendInt(append(b, `,"retry_count":`...), int64(t.RetryCount), 10)
 	b = strconv.AppendInt(append(b, `,"max_retries":`...), int64(t.MaxRetries), 10)
 	b = appendText(append(b, `,"error_message":`...), t.ErrorMessage)

@@ -19,6 +19,7 @@ import (
 
 	"nexusflow/db"
 
+	"github.com/google/uuid"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -198,15 +199,15 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 		})
 	}
 
-	drained := func(time.Time) {}
-	if cfg.Worker {
-		drained = startWorker(ctx, g, loop, log, cfg, p, s, h)
-	}
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
 	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
 	loop("submitter", srv.run)
+	drained := func(time.Time) {}
+	if cfg.Worker {
+		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, srv.changed)
+	}
 
 	hs := srv.httpServer()
 	g.Go(func() error {
@@ -269,14 +270,16 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	return err
 }
 
-// startWorker starts the loops of the worker role and returns what drains them.
-func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable) func(time.Time) {
+// startWorker starts the loops of the worker role and returns what drains them. changed is
+// told of every task whose change is committed.
+func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, changed func(uuid.UUID)) func(time.Time) {
 	claims, leases := db.New(p.work), db.New(p.lease)
 	access := newAccess(log, cfg.Lease/3)
 	w := newWorker(log, cfg, claims, leases, s, h, access)
 	d := newDispatcher(log, cfg, s, claims, access)
 	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, inFlight: w.inFlight, wake: d.wake}
 	w.retryIn = d.wakeAfter
+	w.changed = changed
 	s.onUp = d.wake
 
 	loop("outcomes", w.outcomes.run)

@@ -159,6 +159,7 @@ func (w *worker) conclude(outcomes []outcome, verdicts map[uuid.UUID]verdict) {
 			refused = append(refused, o)
 			continue
 		}
+		w.changed(o.attempt.task.ID)
 		w.logOutcome(o, v)
 		if v.status == statusPending && o.kind == outcomeFail {
 			w.retryIn(o.delay)

@@ -134,6 +134,15 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			rows, err := q.AttemptOutcomes(ctx, ids)
 			return expect("AttemptOutcomes", len(rows), err)
 		},
+		func() error { rows, err := q.TaskStates(ctx, ids); return expect("TaskStates", len(rows), err) },
+		func() error { rows, err := q.TaskSummaries(ctx, ids); return expect("TaskSummaries", len(rows), err) },
+		func() error {
+			rows, err := q.LiveTasks(ctx, db.LiveTasksParams{MaxRows: 1, FromID: id, ToID: uuid.Max})
+			if err == nil && (len(rows) == 0 || len(rows) > 9) {
+				err = fmt.Errorf("%d rows", len(rows))
+			}
+			return expect("LiveTasks", 1, err)
+		},
 		func() error {
 			got, err := q.GetTask(ctx, id)
 			var ledger []json.RawMessage

@@ -12,6 +12,8 @@ import (
 	"sync"
 
 	"github.com/google/uuid"
+
+	"nexusflow/db"
 )
 
 // maxPooledBody is the largest buffer that is kept for the next request: a few large
@@ -80,7 +82,7 @@ func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, o.err)
 		return
 	}
-	writeAccepted(w, o, sub.Key)
+	writeAccepted(w, o, sub.Key, s.awaitAccepted(w, r, o.id))
 }
 
 // unknownTask returns the error for a name without a handler: a typo must never
@@ -91,8 +93,12 @@ func (s *server) unknownTask() error {
 }
 
 // writeAccepted answers with the task as the original did: five members, of which status
-// is "accepted" for a new task and the current one for a replay.
-func writeAccepted(w http.ResponseWriter, o receipt, key string) {
+// is "accepted" for a new task and the current one for a replay, and after a wait. now is the
+// task after a wait, else nil; what came of it follows when it has ended.
+func writeAccepted(w http.ResponseWriter, o receipt, key string, now *db.Task) {
+	if now != nil {
+		o.status = now.Status
+	}
 	h := w.Header()
 	id := o.id.String()
 	h.Set("Location", "/tasks/"+id)
@@ -100,7 +106,7 @@ func writeAccepted(w http.ResponseWriter, o receipt, key string) {
 	if o.replayed {
 		code = http.StatusOK
 		h.Set("Idempotent-Replayed", "true")
-	} else {
+	} else if !terminal(o.status) {
 		h.Set("Retry-After", "1")
 	}
 	b := make([]byte, 0, 160+len(o.name)+len(key))
@@ -113,6 +119,10 @@ func writeAccepted(w http.ResponseWriter, o receipt, key string) {
 		b = appendString(b, key)
 	} else {
 		b = append(b, "null"...)
+	}
+	if now != nil && terminal(now.Status) {
+		b = appendJSON(append(b, `,"result":`...), now.Result)
+		b = appendText(append(b, `,"error_message":`...), now.ErrorMessage)
 	}
 	writeBody(w, code, "application/json", append(b, '}'))
 }

@@ -18,6 +18,8 @@ const (
 	statusCancelled  = "cancelled"
 )
 
+var statuses = []string{statusPending, statusProcessing, statusCompleted, statusFailed, statusCancelled}
+
 const (
 	maxNameLen     = 128     // code points in a task name
 	maxKeyLen      = 255     // characters in an idempotency key

@@ -37,6 +37,7 @@ type worker struct {
 	handlers *handlerTable
 	access   *access
 	retryIn  func(time.Duration) // a retry of this process falls due
+	changed  func(uuid.UUID)     // a task's change by this worker is committed
 
 	slots    chan struct{} // one token per free slot
 	outcomes *batcher[outcome]
@@ -62,6 +63,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 		handlers: h,
 		access:   a,
 		retryIn:  func(time.Duration) {},
+		changed:  func(uuid.UUID) {},
 		slots:    make(chan struct{}, cfg.WorkerConcurrency),
 		held:     make(map[uuid.UUID]*attempt),
 		entries:  make(map[message]struct{}),
