@@ -126,7 +126,6 @@ func TestDataFolderMode(t *testing.T) {
 	}
 }
 
-// The temporary folder is shared: what others put under our name is refused.
 // A folder that cannot be made, as in an image that only root may write to, is no riddle: the error
 // says what to set.
 func TestDataFolderRefused(t *testing.T) {
@@ -145,6 +144,7 @@ func TestDataFolderRefused(t *testing.T) {
 	}
 }
 
+// The temporary folder is shared: what others put under our name is refused.
 func TestMakePrivate(t *testing.T) {
 	t.Parallel()
 	temp := serverTemp(t)
