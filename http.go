@@ -45,20 +45,23 @@ type server struct {
 	crossOrigin *http.CrossOriginProtection
 	mux         *http.ServeMux
 	intake      *intake
+	census      *census
+	metrics     *metrics
 	buffers     bufferPool
 	ready       readiness
 	draining    atomic.Bool
 	backlogged  atomic.Bool // the oldest due task waits longer than MAX_BACKLOG_AGE
 }
 
-// hints is what the gateway knows of the stream. Neither function blocks.
+// hints is what the gateway knows of the stream. Only depth blocks.
 type hints struct {
 	publish func([]entry) // adds entries for committed tasks that are due; keeps the slice
 	up      func() bool   // whether the stream is believed to be reachable
+	depth   func(ctx context.Context, queues []string) (streamDepth, error)
 }
 
 // newServer returns a gateway that serves nothing before run is called.
-func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints) *server {
+func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints, m *metrics) *server {
 	s := &server{
 		log:         log,
 		cfg:         cfg,
@@ -69,19 +72,24 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		keys:        newAPIKeys(cfg),
 		crossOrigin: http.NewCrossOriginProtection(),
 		mux:         http.NewServeMux(),
-		intake:      newIntake(log, p, h),
+		intake:      newIntake(log, p, h, m),
+		metrics:     m,
 	}
-	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
+	s.census = newCensus(log, p, h, s.limits.queues, s.checkRecord)
+	m.registry.MustRegister(censusMetrics{s.census})
+	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
 		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
 		})
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+		s.mux.HandleFunc("GET /stats", s.stats)
 	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)
 	s.mux.HandleFunc("GET /livez", s.health)
 	s.mux.HandleFunc("GET /readyz", s.readyz)
+	s.mux.HandleFunc("GET /metrics", s.showMetrics)
 	return s
 }
 
@@ -115,6 +123,7 @@ func (s *server) httpServer() *http.Server {
 // returns nil. End ctx after the HTTP server has drained: a request that comes later
 // waits out its limit and gets 503.
 func (s *server) run(ctx context.Context) error {
+	defer s.census.close()
 	if s.cfg.MaxBacklogAge <= 0 {
 		return s.intake.run(ctx)
 	}
