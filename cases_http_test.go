@@ -126,3 +126,29 @@ func TestCase117LostWorkerShows(t *testing.T) {
 		t.Errorf("GET after the second attempt shows %+v", s)
 	}
 }
+
+// However many paths are asked for, the metrics stay as few as the routes.
+func TestCase134PathAsLabel(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	a := b.started("A")[0]
+	lines := func() int {
+		code, text := a.get("/metrics")
+		if code != http.StatusOK {
+			t.Fatalf("GET /metrics = %d %s", code, text)
+		}
+		return strings.Count(text, "\n")
+	}
+	before := lines()
+	for range 1000 {
+		for _, path := range []string{"/tasks/" + uuid.NewString(), "/" + uuid.NewString()} {
+			if code, text := a.get(path); code != http.StatusNotFound {
+				t.Fatalf("GET %s = %d %s, want 404", path, code, text)
+			}
+		}
+	}
+	if growth := lines() - before; growth >= 50 {
+		t.Errorf("the metrics grew from %d lines by %d", before, growth)
+	}
+	b.check()
+}

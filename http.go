@@ -48,20 +48,23 @@ type server struct {
 	intake      *intake
 	lobby       *lobby
 	feed        *feed
+	census      *census
+	metrics     *metrics
 	buffers     bufferPool
 	ready       readiness
 	draining    atomic.Bool
 	backlogged  atomic.Bool // the oldest due task waits longer than MAX_BACKLOG_AGE
 }
 
-// hints is what the gateway knows of the stream. Neither function blocks.
+// hints is what the gateway knows of the stream. Only depth blocks.
 type hints struct {
 	publish func([]entry) // adds entries for committed tasks that are due; keeps the slice
 	up      func() bool   // whether the stream is believed to be reachable
+	depth   func(ctx context.Context, queues []string) (streamDepth, error)
 }
 
 // newServer returns a gateway that serves nothing before run is called.
-func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints) *server {
+func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints, m *metrics) *server {
 	s := &server{
 		log:         log,
 		cfg:         cfg,
@@ -72,11 +75,14 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		keys:        newAPIKeys(cfg),
 		crossOrigin: http.NewCrossOriginProtection(),
 		mux:         http.NewServeMux(),
-		intake:      newIntake(log, p, h),
+		intake:      newIntake(log, p, h, m),
+		metrics:     m,
 	}
 	s.lobby = newLobby(p.api, s.intake.note)
 	s.feed = newFeed(p.api, s.intake.note)
-	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
+	s.census = newCensus(log, p, h, s.limits.queues, s.checkRecord)
+	m.registry.MustRegister(censusMetrics{s.census})
+	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
 		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
@@ -84,11 +90,13 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
 		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
 		s.mux.HandleFunc("GET /events", s.allEvents)
+		s.mux.HandleFunc("GET /stats", s.stats)
 	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)
 	s.mux.HandleFunc("GET /livez", s.health)
 	s.mux.HandleFunc("GET /readyz", s.readyz)
+	s.mux.HandleFunc("GET /metrics", s.showMetrics)
 	return s
 }
 
@@ -122,6 +130,7 @@ func (s *server) httpServer() *http.Server {
 // returns nil; beside that it looks for what other requests wait for. End ctx after the HTTP
 // server has drained: a request that comes later waits out its limit and gets 503.
 func (s *server) run(ctx context.Context) error {
+	defer s.census.close()
 	var beside sync.WaitGroup
 	defer beside.Wait()
 	beside.Go(func() { s.lobby.run(ctx) })

@@ -68,10 +68,11 @@ type receipt struct {
 // An intake stores submissions by group commit: whatever arrives while one batch is
 // written makes up the next.
 type intake struct {
-	log   *slog.Logger
-	pools *pools
-	hints hints
-	batch *batcher[*waiter]
+	log     *slog.Logger
+	pools   *pools
+	hints   hints
+	metrics *metrics
+	batch   *batcher[*waiter]
 
 	aside   sync.WaitGroup
 	waiting atomic.Int32  // rows beside the batches
@@ -85,13 +86,14 @@ type intake struct {
 	at      time.Time   // when that was told last
 }
 
-func newIntake(log *slog.Logger, p *pools, h hints) *intake {
+func newIntake(log *slog.Logger, p *pools, h hints, m *metrics) *intake {
 	in := &intake{
-		log:   log,
-		pools: p,
-		hints: h,
-		slots: make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
-		held:  make(map[string][]*waiter),
+		log:     log,
+		pools:   p,
+		hints:   h,
+		metrics: m,
+		slots:   make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
+		held:    make(map[string][]*waiter),
 	}
 	in.batch = newBatcher(batchRows, in.flush)
 	return in
@@ -159,6 +161,7 @@ func (in *intake) store(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) e
 		half := len(left) / 2
 		return errors.Join(in.store(ctx, pool, left[:half]), in.store(ctx, pool, left[half:]))
 	case badData(err):
+		in.metrics.invalid.Add(float64(len(left)))
 		in.log.Warn("submission not storable", "name", left[0].sub.Name, "err", err)
 		refuse(left, errUnstorable)
 		return nil
@@ -177,6 +180,7 @@ func (in *intake) store(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) e
 // concurrent winner, whose key it then neither inserts nor sees.
 func (in *intake) insert(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) (left []*waiter, err error) {
 	q := db.New(pool)
+	in.metrics.submitRows.Observe(float64(len(ws)))
 	for range storeRounds {
 		var stored []db.InsertTasksRow
 		if stored, err = q.InsertTasks(ctx, insertParams(ws, in.hints.up())); err == nil {
@@ -269,6 +273,7 @@ func (in *intake) created(ws []*waiter, rows []db.InsertTasksRow) (left []*waite
 		if row.Published {
 			due = append(due, entry{w.id, w.queue})
 		}
+		in.metrics.created.Inc()
 		w.done <- receipt{id: w.id, name: w.sub.Name, created: row.CreatedAt}
 	}
 	// The rows are committed: from here on the stream is only a hint. If the process
@@ -294,13 +299,16 @@ func (in *intake) found(ws []*waiter, rows []db.TasksByKeyRow) (left []*waiter) 
 			left = append(left, w)
 		case row.TaskID == w.id:
 			// An INSERT of ours whose reply was lost had not ended when we looked for its row.
+			in.metrics.created.Inc()
 			w.done <- receipt{id: w.id, name: w.sub.Name, created: row.CreatedAt}
 			if w.sub.DelayMS == nil && w.sub.RunAt == nil {
 				in.hints.publish([]entry{{w.id, w.queue}})
 			}
 		case row.RequestHash != nil && string(row.RequestHash) != string(w.sub.Hash[:]):
+			in.metrics.conflict.Inc()
 			w.done <- receipt{err: errKeyReused}
 		default:
+			in.metrics.replayed.Inc()
 			w.done <- receipt{id: row.TaskID, name: row.Name, status: row.Status, created: row.CreatedAt, replayed: true}
 		}
 	}
@@ -334,7 +342,7 @@ func (in *intake) note(err error) {
 // statement may have waited for somebody's lock, that says nothing about PostgreSQL.
 func timedOut(err error) bool {
 	state := sqlState(err)
-	return errors.Is(err, context.DeadlineExceeded) || state == "57014" || state == lockTimedOut
+	return errors.Is(err, context.DeadlineExceeded) || state == tookTooLong || state == lockTimedOut
 }
 
 func insertParams(ws []*waiter, publish bool) db.InsertTasksParams {

@@ -199,14 +199,15 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 		})
 	}
 
+	m := newMetrics()
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
-	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
+	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth}, m)
 	loop("submitter", srv.run)
 	drained := func(time.Time) {}
 	if cfg.Worker {
-		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, srv.changed)
+		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, m, srv.changed)
 	}
 
 	hs := srv.httpServer()
@@ -272,12 +273,12 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 
 // startWorker starts the loops of the worker role and returns what drains them. changed is
 // told of every task whose change is committed.
-func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, changed func(uuid.UUID)) func(time.Time) {
+func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, m *metrics, changed func(uuid.UUID)) func(time.Time) {
 	claims, leases := db.New(p.work), db.New(p.lease)
 	access := newAccess(log, cfg.Lease/3)
-	w := newWorker(log, cfg, claims, leases, s, h, access)
-	d := newDispatcher(log, cfg, s, claims, access)
-	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, inFlight: w.inFlight, wake: d.wake}
+	w := newWorker(log, cfg, claims, leases, s, h, access, m)
+	d := newDispatcher(log, cfg, s, claims, access, m)
+	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, metrics: m, inFlight: w.inFlight, wake: d.wake}
 	w.retryIn = d.wakeAfter
 	w.changed = changed
 	s.onUp = d.wake

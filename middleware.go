@@ -35,7 +35,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 				thrown = nil
 			}
 		}
-		s.logRequest(r, pattern, sw.status, id, time.Since(start))
+		took := time.Since(start)
+		s.metrics.request(knownMethod(r.Method), route(pattern), sw.status, took)
+		s.logRequest(r, pattern, sw.status, id, took)
 		if thrown != nil {
 			// The answer has begun: only cutting the connection tells the client that it is not whole.
 			panic(http.ErrAbortHandler)
@@ -85,10 +87,10 @@ func (s *server) logRequest(r *http.Request, pattern string, status int, id stri
 		slog.String("request_id", id))
 }
 
-// open reports whether a route needs no API key: the probes, whose callers have none.
+// open reports whether a route needs no API key: the probes and the metrics, whose callers have none.
 func open(pattern string) bool {
 	switch route(pattern) {
-	case "/health", "/healthz", "/livez", "/readyz":
+	case "/health", "/healthz", "/livez", "/readyz", "/metrics":
 		return true
 	}
 	return false

@@ -67,6 +67,14 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 		func() error { rows, err := q.TasksByID(ctx, ids); return expect("TasksByID", len(rows), err) },
 		func() error { _, err := q.BacklogAge(ctx); return expect("BacklogAge", 1, err) },
 		func() error {
+			open, err := q.CountOpenTasks(ctx)
+			if err == nil && (open.Pending < 1 || open.Pending+open.Processing < open.Overdue+open.Expired) {
+				err = fmt.Errorf("got %+v", open)
+			}
+			return expect("CountOpenTasks", 1, err)
+		},
+		func() error { return q.AllowTime(ctx, 60_000) },
+		func() error {
 			queues, err := q.OverdueQueues(ctx, -1)
 			return expect("OverdueQueues", len(slices.DeleteFunc(queues, func(queue string) bool { return queue != "plans" })), err)
 		},
@@ -153,6 +161,13 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 				err = fmt.Errorf("got %+v", got)
 			}
 			return expect("GetTask", 1, err)
+		},
+		func() error {
+			ended, err := q.CountEndedTasks(ctx)
+			if err == nil && (ended.Completed < 1 || ended.Failed != 0 || ended.Cancelled != 0) {
+				err = fmt.Errorf("got %+v", ended)
+			}
+			return expect("CountEndedTasks", 1, err)
 		},
 		func() error {
 			got, err := q.DeleteFinished(ctx, db.DeleteFinishedParams{AfterID: before, MaxRows: 1, AgeMS: -1000})
@@ -249,7 +264,7 @@ var byPartialIndex = regexp.MustCompile(`Scan using tasks_(?:lease|published|unp
 
 // The plans of the worker's statements go by an index on an empty table, on one that has no statistics yet,
 // and on a large one, whether the server plans for the arguments or once for all. On
-// submit and status the same holds for a large table.
+// submit and status the same holds for a large table. Only the count of ended tasks reads the table.
 func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
@@ -307,7 +322,7 @@ func TestQueryPlans(t *testing.T) {
 				if os.Getenv("SHOW_PLANS") != "" {
 					t.Logf("%s, %s: %s", size.name, planMode, plan)
 				}
-				if strings.Contains(plan, "Seq Scan on tasks") {
+				if name != "CountEndedTasks" && strings.Contains(plan, "Seq Scan on tasks") {
 					t.Errorf("%s, %s: %s reads the whole table:\n%s", size.name, planMode, name, plan)
 				}
 				if m := byPartialIndex.FindString(plan); m != "" && changesByID[name] {

@@ -116,6 +116,9 @@ func (s *server) fail(w http.ResponseWriter, r *http.Request, err error) {
 			e.detail = "The query is invalid: see errors."
 		}
 		errs = fields
+		if fields[0].Loc[0] == "query" {
+			e.detail = "The query is invalid: see errors."
+		}
 	} else if key, is := errors.AsType[*keyError](err); is {
 		e = &httpError{
 			status: http.StatusBadRequest,

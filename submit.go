@@ -44,11 +44,13 @@ func (p *bufferPool) put(b *bytes.Buffer) {
 func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 	sub, err := s.readSubmission(w, r)
 	if err != nil {
+		s.metrics.invalid.Inc()
 		s.fail(w, r, err)
 		return
 	}
 	h, ok := s.handlers.find(sub.Name)
 	if !ok {
+		s.metrics.invalid.Inc()
 		s.fail(w, r, s.unknownTask())
 		return
 	}

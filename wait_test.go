@@ -376,7 +376,7 @@ func TestWorkerTellsChanges(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var g errgroup.Group
 	loop := func(_ string, run func(context.Context) error) { g.Go(func() error { return run(ctx) }) }
-	drained := startWorker(ctx, &g, loop, testLog(t), cfg, p, stream, table, changed)
+	drained := startWorker(ctx, &g, loop, testLog(t), cfg, p, stream, table, newMetrics(), changed)
 	if _, err := p.api.Exec(t.Context(), "INSERT INTO tasks (name) VALUES ('quick')"); err != nil {
 		t.Fatal(err)
 	}

@@ -12,6 +12,16 @@ import (
 	"github.com/google/uuid"
 )
 
+const allowTime = `-- name: AllowTime :exec
+SELECT set_config('statement_timeout', ($1::bigint)::text, true)
+`
+
+// AllowTime gives the statements of the rest of this transaction another statement_timeout, in milliseconds.
+func (q *Queries) AllowTime(ctx context.Context, timeoutMs int64) error {
+	_, err := q.db.Exec(ctx, allowTime, timeoutMs)
+	return err
+}
+
 const attemptOutcomes = `-- name: AttemptOutcomes :many
 SELECT task_id, attempt, status, attempts FROM tasks
 WHERE task_id = ANY($1::uuid[])
@@ -236,7 +246,7 @@ SET status = 'processing',
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
-RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent
+RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent, t.run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimDueTasksParams struct {
@@ -257,6 +267,8 @@ type ClaimDueTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
@@ -287,6 +299,8 @@ func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -309,7 +323,7 @@ SET status = 'processing',
 WHERE task_id = ANY($3::uuid[])
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimTasksParams struct {
@@ -329,6 +343,8 @@ type ClaimTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimTasks takes those of the given tasks that are pending and due (T2) and raises
@@ -354,6 +370,8 @@ func (q *Queries) ClaimTasks(ctx context.Context, arg ClaimTasksParams) ([]Claim
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -380,7 +398,7 @@ WHERE task_id = ANY(ARRAY(
     ))
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimUnlockedTasksParams struct {
@@ -400,6 +418,8 @@ type ClaimUnlockedTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
@@ -425,6 +445,8 @@ func (q *Queries) ClaimUnlockedTasks(ctx context.Context, arg ClaimUnlockedTasks
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -491,6 +513,58 @@ func (q *Queries) CompleteTasks(ctx context.Context, arg CompleteTasksParams) ([
 		return nil, err
 	}
 	return items, nil
+}
+
+const countEndedTasks = `-- name: CountEndedTasks :one
+SELECT count(*) FILTER (WHERE status = 'completed')::bigint AS completed,
+    count(*) FILTER (WHERE status = 'failed')::bigint AS failed,
+    count(*) FILTER (WHERE status = 'cancelled')::bigint AS cancelled
+FROM tasks
+`
+
+type CountEndedTasksRow struct {
+	Completed int64
+	Failed    int64
+	Cancelled int64
+}
+
+// CountEndedTasks counts the tasks that have ended. It reads the whole table: an index on status
+// would have to be written at every step of every task.
+func (q *Queries) CountEndedTasks(ctx context.Context) (CountEndedTasksRow, error) {
+	row := q.db.QueryRow(ctx, countEndedTasks)
+	var i CountEndedTasksRow
+	err := row.Scan(&i.Completed, &i.Failed, &i.Cancelled)
+	return i, err
+}
+
+const countOpenTasks = `-- name: CountOpenTasks :one
+SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
+        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
+    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
+    (SELECT count(*) FROM tasks d WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now())::bigint AS overdue,
+    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired
+`
+
+type CountOpenTasksRow struct {
+	Pending    int64
+	Processing int64
+	Overdue    int64
+	Expired    int64
+}
+
+// CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
+// costs grows with them and not with the table. overdue are due and have no stream entry, expired are
+// processing under a lease that has passed: at rest there are none of either.
+func (q *Queries) CountOpenTasks(ctx context.Context) (CountOpenTasksRow, error) {
+	row := q.db.QueryRow(ctx, countOpenTasks)
+	var i CountOpenTasksRow
+	err := row.Scan(
+		&i.Pending,
+		&i.Processing,
+		&i.Overdue,
+		&i.Expired,
+	)
+	return i, err
 }
 
 const deleteFinished = `-- name: DeleteFinished :one
@@ -1082,7 +1156,8 @@ type TasksByIDRow struct {
 	Published bool
 }
 
-// TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost.
+// TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost,
+// and about entries that nobody can claim.
 func (q *Queries) TasksByID(ctx context.Context, taskIds []uuid.UUID) ([]TasksByIDRow, error) {
 	rows, err := q.db.Query(ctx, tasksByID, taskIds)
 	if err != nil {

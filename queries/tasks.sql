@@ -43,7 +43,8 @@ FROM tasks
 WHERE idempotency_key = ANY(@idempotency_keys::text[]);
 
 -- name: TasksByID :many
--- TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost.
+-- TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost,
+-- and about entries that nobody can claim.
 SELECT task_id, created_at, (published_at IS NOT NULL)::bool AS published
 FROM tasks
 WHERE task_id = ANY(@task_ids::uuid[]);
@@ -66,7 +67,7 @@ SET status = 'processing',
 WHERE task_id = ANY(@task_ids::uuid[])
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at;
 
 -- name: ClaimUnlockedTasks :many
 -- ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
@@ -86,7 +87,7 @@ WHERE task_id = ANY(ARRAY(
     ))
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at;
 
 -- name: ClaimDueTasks :many
 -- ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
@@ -122,7 +123,7 @@ SET status = 'processing',
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
-RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent;
+RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent, t.run_at, now()::timestamptz AS claimed_at;
 
 -- name: BeatTasks :many
 -- BeatTasks renews the leases of held attempts (T3), also of one that has expired but was
@@ -400,3 +401,25 @@ WITH RECURSIVE q AS (
      ORDER BY u.run_at LIMIT 1)
 )
 SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest;
+
+-- name: CountOpenTasks :one
+-- CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
+-- costs grows with them and not with the table. overdue are due and have no stream entry, expired are
+-- processing under a lease that has passed: at rest there are none of either.
+SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
+        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
+    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
+    (SELECT count(*) FROM tasks d WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now())::bigint AS overdue,
+    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired;
+
+-- name: CountEndedTasks :one
+-- CountEndedTasks counts the tasks that have ended. It reads the whole table: an index on status
+-- would have to be written at every step of every task.
+SELECT count(*) FILTER (WHERE status = 'completed')::bigint AS completed,
+    count(*) FILTER (WHERE status = 'failed')::bigint AS failed,
+    count(*) FILTER (WHERE status = 'cancelled')::bigint AS cancelled
+FROM tasks;
+
+-- name: AllowTime :exec
+-- AllowTime gives the statements of the rest of this transaction another statement_timeout, in milliseconds.
+SELECT set_config('statement_timeout', (@timeout_ms::bigint)::text, true);
