@@ -84,6 +84,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 	m.registry.MustRegister(censusMetrics{s.census})
 	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
+		s.mux.HandleFunc("POST "+batchPath, s.submitBatch)
 		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
 		})

@@ -130,6 +130,18 @@ func (m *metrics) request(method, route string, code int, took time.Duration) {
 	series.took.Observe(took.Seconds())
 }
 
+// submitted counts a submission that was stored, found its key or met another request's.
+func (m *metrics) submitted(o *receipt) {
+	switch {
+	case o.err != nil:
+		m.conflict.Inc()
+	case o.replayed:
+		m.replayed.Inc()
+	default:
+		m.created.Inc()
+	}
+}
+
 // attempt counts an attempt whose outcome was stored and left its task in status. One that
 // a shutdown cut short is none of the outcomes, and shows in duration only.
 func (m *metrics) attempt(kind outcomeKind, status string, took time.Duration) {

@@ -25,7 +25,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("X-Request-Id", id)
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
-	next, pattern := s.mux.Handler(r)
+	next, pattern := s.find(r)
 	defer func() {
 		thrown := recover()
 		if thrown != nil && thrown != http.ErrAbortHandler {
@@ -57,6 +57,19 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	s.mux.ServeHTTP(sw, r) // which matches again: only it sets the values of the path
+}
+
+// find returns what answers a request and its pattern, which is empty if the path or the
+// method is unknown. The mux alone would take batch in GET /tasks/batch for a task's id,
+// and name GET in the Allow of its other methods.
+func (s *server) find(r *http.Request) (http.Handler, string) {
+	if r.URL.Path == batchPath && r.Method != http.MethodPost && s.cfg.Gateway {
+		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Allow", http.MethodPost)
+			w.WriteHeader(http.StatusMethodNotAllowed)
+		}), ""
+	}
+	return s.mux.Handler(r)
 }
 
 // admit refuses a request without the API key its route needs, and unsafe requests that
