@@ -29,7 +29,7 @@ WITH page AS (
             AND n.name = $3::text AND n.lease_until IS NULL
             AND n.created_at >= $4 AND (n.created_at, n.task_id) < ($5::timestamptz, $6::uuid)
          ORDER BY n.created_at DESC, n.task_id DESC
-         LIMIT $1::int)
+         LIMIT (SELECT $1::int)) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
     UNION ALL
     SELECT r.created_at, r.task_id FROM tasks r

@@ -19,7 +19,7 @@ WITH page AS (
             AND n.name = sqlc.narg('name')::text AND n.lease_until IS NULL
             AND n.created_at >= @since AND (n.created_at, n.task_id) < (@before::timestamptz, @before_id::uuid)
          ORDER BY n.created_at DESC, n.task_id DESC
-         LIMIT @max_rows::int)
+         LIMIT (SELECT @max_rows::int)) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
     UNION ALL
     SELECT r.created_at, r.task_id FROM tasks r
