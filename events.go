@@ -121,7 +121,6 @@ func (s *server) taskEvents(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	noteRead(s.intake.note, s.pools.api, err)
 	if err != nil {
 		s.fail(w, r, err)
 		return

@@ -278,7 +278,8 @@ func (f *feed) read(ctx context.Context, ids []uuid.UUID, now time.Time) error {
 		}
 		if k.state != state {
 			k.state, k.at = state, now
-			changes = append(changes, change{r.Name, r.Status, appendSummary(nil, r)})
+			t := listed(db.ListTasksRow(*r))
+			changes = append(changes, change{r.Name, r.Status, appendSummary(nil, &t)})
 		}
 		k.read = f.looks
 		k.gone = k.look != f.looks && r.Status != statusProcessing
