@@ -361,8 +361,9 @@ func TestBatchLateCommit(t *testing.T) {
 			g := startGateway(t, newDatabase(t), nil)
 			in := g.server.intake
 			ws := []*waiter{newWaiter(t, "", `{}`), newWaiter(t, "", `{}`)}
+			entries := 0 // the rival's rows say that they have none, which only recall reads
 			if key != "" {
-				ws[0].sub.Key, ws[1].sub.Key = "k", "l"
+				ws[0].sub.Key, ws[1].sub.Key, entries = "k", "l", 2
 			}
 			rival := connect(t, g.dsn) // plays the connection on which COMMIT is still to come
 			execute(t, rival, "BEGIN")
@@ -386,8 +387,8 @@ func TestBatchLateCommit(t *testing.T) {
 					t.Errorf("receipt %d is %+v, want the new task %s", i, o, ws[i].id)
 				}
 			}
-			if n := g.number(t, "SELECT count(*) FROM tasks"); n != 2 {
-				t.Errorf("%d rows, want 2", n)
+			if n := g.number(t, "SELECT count(*) FROM tasks"); n != 2 || len(g.published()) != entries {
+				t.Errorf("%d rows and %d entries, want 2 and %d", n, len(g.published()), entries)
 			}
 		})
 	}
