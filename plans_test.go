@@ -146,7 +146,7 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 		func() error { rows, err := q.TaskSummaries(ctx, ids); return expect("TaskSummaries", len(rows), err) },
 		func() error {
 			rows, err := q.LiveTasks(ctx, db.LiveTasksParams{MaxRows: 1, FromID: id, ToID: uuid.Max})
-			if err == nil && (len(rows) == 0 || len(rows) > 9) {
+			if err == nil && (len(rows) == 0 || len(rows) > 16) {
 				err = fmt.Errorf("%d rows", len(rows))
 			}
 			return expect("LiveTasks", 1, err)
