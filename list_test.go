@@ -268,7 +268,7 @@ func TestListWhileTasksChange(t *testing.T) {
 	} {
 		// The walk begins anew each time: the states have changed, but not from open to ended.
 		seen := map[string]int{}
-		for _, item := range g.walk(t, "/tasks?limit=23&"+query, change) {
+		for _, item := range g.walk(t, "/tasks?limit=61&"+query, change) {
 			if seen[item.ID]++; seen[item.ID] > 1 {
 				t.Errorf("%s: task %s is seen again", query, item.ID)
 			}
