@@ -76,6 +76,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("POST /tasks/{$}", func(w http.ResponseWriter, r *http.Request) {
 			http.Redirect(w, r, "/tasks", http.StatusPermanentRedirect)
 		})
+		s.mux.HandleFunc("GET /tasks", s.listTasks)
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
 	}
 	s.mux.HandleFunc("GET /health", s.health)
@@ -154,13 +155,10 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	t, err := s.readTask(r.Context(), id)
+	t, err := read(r.Context(), s, func(ctx context.Context, q *db.Queries) (db.Task, error) { return q.GetTask(ctx, id) })
 	if errors.Is(err, pgx.ErrNoRows) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
-	}
-	if !timedOut(err) {
-		s.intake.note(err)
 	}
 	if err != nil {
 		s.fail(w, r, err)
@@ -180,16 +178,19 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	writeBody(w, http.StatusOK, "application/json", appendTask(nil, &t))
 }
 
-// readTask reads one row within readLimit. A connection that broke, as all do when
-// PostgreSQL restarts, is replaced once: reading twice harms nothing.
-func (s *server) readTask(ctx context.Context, id uuid.UUID) (db.Task, error) {
+// read asks PostgreSQL something within readLimit, and notes whether it serves. A connection
+// that broke, as all do when PostgreSQL restarts, is replaced once: reading twice harms nothing.
+func read[T any](ctx context.Context, s *server, ask func(context.Context, *db.Queries) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, readLimit)
 	defer cancel()
 	q := db.New(s.pools.api)
-	t, err := q.GetTask(ctx, id)
+	t, err := ask(ctx, q)
 	if broken(err) && ctx.Err() == nil {
 		s.pools.api.Reset()
-		t, err = q.GetTask(ctx, id)
+		t, err = ask(ctx, q)
+	}
+	if !timedOut(err) && !errors.Is(err, pgx.ErrNoRows) {
+		s.intake.note(err)
 	}
 	return t, err
 }
@@ -254,12 +255,22 @@ func retryAfterSeconds(t *db.Task) string {
 // appendTask appends the representation of a task: the original's members in its order,
 // then ours.
 func appendTask(b []byte, t *db.Task) []byte {
+	b = appendHead(b, t)
+	b = appendJSON(append(b, `,"payload":`...), t.Payload)
+	b = appendJSON(append(b, `,"result":`...), t.Result)
+	return append(appendState(b, t), '}')
+}
+
+// appendHead appends the members of a task that come before its payload.
+func appendHead(b []byte, t *db.Task) []byte {
 	b = append(b, `{"task_id":"`...)
 	b = append(b, t.TaskID.String()...)
 	b = appendString(append(b, `","name":`...), t.Name)
-	b = appendString(append(b, `,"status":`...), t.Status)
-	b = appendJSON(append(b, `,"payload":`...), t.Payload)
-	b = appendJSON(append(b, `,"result":`...), t.Result)
+	return appendString(append(b, `,"status":`...), t.Status)
+}
+
+// appendState appends the members of a task that come after its result.
+func appendState(b []byte, t *db.Task) []byte {
 	b = strconv.AppendInt(append(b, `,"retry_count":`...), int64(t.RetryCount), 10)
 	b = strconv.AppendInt(append(b, `,"max_retries":`...), int64(t.MaxRetries), 10)
 	b = appendText(append(b, `,"error_message":`...), t.ErrorMessage)
@@ -280,8 +291,7 @@ func appendTask(b []byte, t *db.Task) []byte {
 	b = strconv.AppendBool(append(b, `,"cancel_requested":`...), t.CancelRequested)
 	b = strconv.AppendInt(append(b, `,"attempt":`...), int64(t.Attempt), 10)
 	b = strconv.AppendInt(append(b, `,"lost_count":`...), int64(t.LostCount), 10)
-	b = appendAttempts(append(b, `,"attempts":`...), t.Attempts)
-	return append(b, '}')
+	return appendAttempts(append(b, `,"attempts":`...), t.Attempts)
 }
 
 // nextRetry returns when a task that waits after a failure runs again. A task given back by a

@@ -146,6 +146,15 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			return expect("GetTask", 1, err)
 		},
 		func() error {
+			for _, name := range []*string{nil, new("name")} {
+				rows, err := q.ListTasks(ctx, db.ListTasksParams{Statuses: []string{"completed", "processing"}, Name: name, Since: firstTime, Before: lastTime, MaxRows: 1})
+				if err := expect("ListTasks", len(rows), err); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+		func() error {
 			got, err := q.DeleteFinished(ctx, db.DeleteFinishedParams{AfterID: before, MaxRows: 1, AgeMS: -1000})
 			if err == nil && got.LastID != id {
 				err = fmt.Errorf("last id %s, want %s", got.LastID, id)
@@ -229,7 +238,7 @@ func TestQueryExecModes(t *testing.T) {
 
 // The plans of the worker's statements go by an index on an empty table, on one that has no statistics yet,
 // and on a large one, whether the server plans for the arguments or once for all. On
-// submit and status the same holds for a large table.
+// submit, status and list the same holds for a large table.
 func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
@@ -249,7 +258,7 @@ func TestQueryPlans(t *testing.T) {
 				mu.Lock()
 				defer mu.Unlock()
 				_, plan, _ := strings.Cut(n.Message, "\n;") // past the statement's text
-				plans[m[1]] = n.Message + plan
+				plans[m[1]] += n.Message + plan
 			}
 		}
 		conn, err := pgx.ConnectConfig(t.Context(), c)
