@@ -205,7 +205,7 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
-	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
+	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, readers: s.readers})
 	loop("submitter", srv.run)
 
 	hs := srv.httpServer()
@@ -276,8 +276,11 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	w := newWorker(log, cfg, claims, leases, s, h, access)
 	d := newDispatcher(log, cfg, s, claims, access)
 	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, inFlight: w.inFlight, wake: d.wake}
+	pauses := &gate{log: log, stream: s, queries: claims, access: access, wake: d.wake, every: min(cfg.SweepInterval, pausePoll)}
 	w.retryIn = d.wakeAfter
+	w.refused = pauses.ask
 	s.onUp = d.wake
+	s.reads = true
 
 	loop("outcomes", w.outcomes.run)
 	loop("locked outcomes", w.locked.run)
@@ -285,6 +288,7 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	loop("heartbeat", w.beat)
 	loop("lease watch", w.watch)
 	loop("dispatcher", d.run)
+	loop("pauses", pauses.run)
 	loop("reaper", r.runReaper)
 	loop("reclaimer", r.runScanner)
 	if cfg.TaskRetention > 0 {

@@ -112,6 +112,9 @@ func (s *server) fail(w http.ResponseWriter, r *http.Request, err error) {
 			title:  "Request validation failed",
 			detail: "The request body is invalid: see errors.",
 		}
+		if len(fields) > 0 && fields[0].Loc[0] == "query" {
+			e.detail = "The query is invalid: see errors."
+		}
 		errs = fields
 	} else if key, is := errors.AsType[*keyError](err); is {
 		e = &httpError{

@@ -330,10 +330,8 @@ func (r *submitReader) runAt(now time.Time) *time.Time {
 	if !ok {
 		return nil
 	}
-	// RFC 3339 allows small letters, and time.Parse more than RFC 3339: a comma, and an
-	// hour of one digit (golang/go#54580).
-	t, err := time.Parse(time.RFC3339, strings.ToUpper(text))
-	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' {
+	t, ok := parseTime(text)
+	if !ok {
 		r.addError("datetime_parsing", "run_at", "Input should be an RFC 3339 date and time with a UTC offset")
 		return nil
 	}
@@ -341,7 +339,18 @@ func (r *submitReader) runAt(now time.Time) *time.Time {
 		r.addError("less_than_equal", "run_at", fmt.Sprintf("Input should be at most %d days ahead", maxDelay/(24*time.Hour)))
 		return nil
 	}
-	return new(t.UTC())
+	return &t
+}
+
+// parseTime reads an RFC 3339 time from the year 1 on and returns it in UTC.
+func parseTime(text string) (time.Time, bool) {
+	// RFC 3339 allows small letters, and time.Parse more than RFC 3339: a comma, and an
+	// hour of one digit (golang/go#54580).
+	t, err := time.Parse(time.RFC3339, strings.ToUpper(text))
+	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' || t.UTC().Year() < 1 {
+		return time.Time{}, false
+	}
+	return t.UTC(), true
 }
 
 func isQueueName(s string) bool {

@@ -36,7 +36,8 @@ type worker struct {
 	stream   *stream
 	handlers *handlerTable
 	access   *access
-	retryIn  func(time.Duration) // a retry of this process falls due
+	retryIn  func(time.Duration)   // a retry of this process falls due
+	refused  func(context.Context) // claims were refused because a queue is paused
 
 	slots    chan struct{} // one token per free slot
 	outcomes *batcher[outcome]
@@ -62,6 +63,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 		handlers: h,
 		access:   a,
 		retryIn:  func(time.Duration) {},
+		refused:  func(context.Context) {},
 		slots:    make(chan struct{}, cfg.WorkerConcurrency),
 		held:     make(map[uuid.UUID]*attempt),
 		entries:  make(map[message]struct{}),
@@ -170,7 +172,11 @@ func (w *worker) take(ctx context.Context, messages []message) {
 			return
 		}
 	}
-	// Whatever no row came back for is taken, done, not due, unknown, or a copy.
+	if !w.unpublishRefused(ctx, messages) {
+		w.giveBack(messages)
+		return
+	}
+	// Whatever no row came back for is taken, done, not due, unknown, a copy, or unpublished.
 	for _, m := range messages {
 		w.drop(m)
 	}
@@ -362,18 +368,6 @@ func (w *worker) drain(deadline time.Time) {
 	}
 	if left := w.each(func(*attempt) bool { return true }); left > 0 {
 		w.log.Error("outcomes not stored before the end", "count", left)
-	}
-}
-
-// doneBefore waits for done until deadline and reports whether it came.
-func doneBefore(done <-chan struct{}, deadline time.Time) bool {
-	t := time.NewTimer(time.Until(deadline))
-	defer t.Stop()
-	select {
-	case <-done:
-		return true
-	case <-t.C:
-		return false
 	}
 }
 
