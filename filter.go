@@ -17,8 +17,8 @@ import (
 
 const filterCheck = 8 // bytes of the filter's hash in a cursor
 
-// A filter chooses tasks; nil admits all.
-type filter struct {
+// A selection says which tasks are meant; nil admits all.
+type selection struct {
 	statuses                    []string
 	name                        *string
 	createdAfter, createdBefore *time.Time // both exclusive
@@ -57,13 +57,13 @@ func readBulk(u *url.URL, statuses []string) (*bulk, error) {
 
 // cursor returns the token for going on behind a key: opaque to clients, and of use only for
 // the same request.
-func (f *filter) cursor(path string, after uuid.UUID) string {
+func (f *selection) cursor(path string, after uuid.UUID) string {
 	return base64.RawURLEncoding.EncodeToString(append(after[:], f.check(path)...))
 }
 
 // position returns the key that cursor was given, or false for a token that is not of
 // this path and filter.
-func (f *filter) position(path, token string) (after uuid.UUID, ok bool) {
+func (f *selection) position(path, token string) (after uuid.UUID, ok bool) {
 	b, err := base64.RawURLEncoding.Strict().DecodeString(token)
 	if err != nil || len(b) != len(after)+filterCheck || string(b[len(after):]) != string(f.check(path)) {
 		return after, false
@@ -72,7 +72,7 @@ func (f *filter) position(path, token string) (after uuid.UUID, ok bool) {
 }
 
 // check returns a hash of everything that decides which tasks a walk meets.
-func (f *filter) check(path string) []byte {
+func (f *selection) check(path string) []byte {
 	h := sha256.New()
 	fmt.Fprintf(h, "%s\n%q\n", path, f.statuses)
 	if f.name != nil {

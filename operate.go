@@ -112,7 +112,7 @@ func writeOperated(w http.ResponseWriter, code int, t *db.Task) {
 
 // A bulk is one request to cancel or retry many tasks, and how far it has come.
 type bulk struct {
-	filter
+	selection
 	limit    int
 	after    uuid.UUID // the walk goes on behind this key
 	finished bool      // no task is left behind it
