@@ -2,13 +2,11 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"net/http"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
 
@@ -106,7 +104,7 @@ func (s *server) taskEvents(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	if _, err := queryValues(r); err != nil {
+	if err := noQuery(r.URL); err != nil {
 		s.fail(w, r, err)
 		return
 	}
@@ -278,44 +276,17 @@ func (s *server) followAll(r *http.Request, e *eventStream, only eventFilter, nu
 
 // An eventFilter says which changes a stream shows; empty parts let all pass.
 type eventFilter struct {
-	name     string
+	name     *string
 	statuses []string
 }
 
 func (f eventFilter) passes(c change) bool {
-	return (f.name == "" || f.name == c.name) && (len(f.statuses) == 0 || slices.Contains(f.statuses, c.status))
+	return (f.name == nil || *f.name == c.name) && (f.statuses == nil || slices.Contains(f.statuses, c.status))
 }
 
-// readEventFilter reads the query of a stream: name at most once, status repeated or as a
-// comma list.
-func readEventFilter(r *http.Request) (f eventFilter, err error) {
-	values, err := queryValues(r, "name", "status")
-	if err != nil {
-		return f, err
-	}
-	var errs fieldErrors
-	for i, name := range values["name"] {
-		switch n := utf8.RuneCountInString(name); {
-		case i > 0:
-			errs = append(errs, queryError("name", "extra_forbidden", "Input should be given once")...)
-		case n < 1:
-			errs = append(errs, queryError("name", "string_too_short", "String should have at least 1 character")...)
-		case n > maxNameLen:
-			errs = append(errs, queryError("name", "string_too_long", fmt.Sprintf("String should have at most %d characters", maxNameLen))...)
-		}
-		f.name = name
-	}
-	for _, value := range values["status"] {
-		for status := range strings.SplitSeq(value, ",") {
-			if !slices.Contains(statuses, status) {
-				errs = append(errs, queryError("status", "enum", "Input should be one of "+strings.Join(statuses, ", "))...)
-				break
-			}
-			f.statuses = append(f.statuses, status)
-		}
-	}
-	if len(errs) > 0 {
-		return f, errs
-	}
-	return f, nil
+// readEventFilter reads the query of a stream.
+func readEventFilter(r *http.Request) (eventFilter, error) {
+	q := readQuery(r.URL.RawQuery)
+	f := eventFilter{name: q.name(), statuses: q.statuses(statuses)}
+	return f, q.end()
 }

@@ -200,16 +200,15 @@ func TestEventRequests(t *testing.T) {
 	g := startGateway(t, newDatabase(t), nil)
 	id := g.submitted(t, `{"name":"a"}`)
 	for path, want := range map[string]string{
-		"/tasks/" + uuid.NewString() + "/events":   `404`,
-		"/tasks/x/events":                          `404`,
-		"/tasks/" + id + "/events?wait=5":          `422 "loc":["query","wait"]`,
-		"/events?limit=5":                          `422 "loc":["query","limit"]`,
-		"/events?name=":                            `422 "type":"string_too_short","loc":["query","name"]`,
-		"/events?name=a&name=b":                    `422 "type":"extra_forbidden","loc":["query","name"]`,
-		"/events?name=" + strings.Repeat("x", 129): `422 "type":"string_too_long","loc":["query","name"]`,
-		"/events?status=done&name=":                `422 "type":"enum","loc":["query","status"],"msg":"Input should be one of pending, processing, completed, failed, cancelled"`,
-		"/events?status=":                          `422 "loc":["query","status"]`,
-		"/events?status=failed,":                   `422 "loc":["query","status"]`,
+		"/tasks/" + uuid.NewString() + "/events": `404`,
+		"/tasks/x/events":                        `404`,
+		"/tasks/" + id + "/events?wait=5":        `422 "loc":["query","wait"]`,
+		"/events?limit=5":                        `422 "loc":["query","limit"]`,
+		"/events?name=":                          `422 "type":"string_too_short","loc":["query","name"]`,
+		"/events?name=a&name=b":                  `422 "type":"value_error","loc":["query","name"]`,
+		"/events?status=done&name=":              `422 "type":"literal_error","loc":["query","status"],"msg":"Input should be one of: pending, processing, completed, failed, cancelled"`,
+		"/events?status=":                        `422 "loc":["query","status"]`,
+		"/events?status=failed,":                 `422 "loc":["query","status"]`,
 	} {
 		status, text, _ := strings.Cut(want, " ")
 		if a := g.do(t, "GET", path, ""); fmt.Sprint(a.status) != status || !strings.Contains(a.body, text) {

@@ -53,14 +53,20 @@ type server struct {
 	buffers     bufferPool
 	ready       readiness
 	draining    atomic.Bool
-	backlogged  atomic.Bool // the oldest due task waits longer than MAX_BACKLOG_AGE
+	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
+	operating   chan struct{} // holds a token while a request changes many tasks
+	depths      depths
 }
 
-// hints is what the gateway knows of the stream. Only depth blocks.
+// hints is what the gateway knows of the stream. Neither publish nor up blocks.
 type hints struct {
 	publish func([]entry) // adds entries for committed tasks that are due; keeps the slice
 	up      func() bool   // whether the stream is believed to be reachable
+
+	// depth sums up the streams of the queues, and readers counts the workers of each. Both cost
+	// one round trip.
 	depth   func(ctx context.Context, queues []string) (streamDepth, error)
+	readers func(ctx context.Context, queues []string) (map[string]int, error)
 }
 
 // newServer returns a gateway that serves nothing before run is called.
@@ -77,6 +83,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		mux:         http.NewServeMux(),
 		intake:      newIntake(log, p, h, m),
 		metrics:     m,
+		operating:   make(chan struct{}, 1),
 	}
 	s.lobby = newLobby(p.api, s.intake.note)
 	s.feed = newFeed(p.api, s.intake.note)
@@ -93,6 +100,13 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
 		s.mux.HandleFunc("GET /events", s.allEvents)
 		s.mux.HandleFunc("GET /stats", s.stats)
+		s.mux.HandleFunc("POST /tasks/{task_id}/cancel", s.cancelTask)
+		s.mux.HandleFunc("POST /tasks/{task_id}/retry", s.retryTask)
+		s.mux.HandleFunc("POST /tasks/cancel", s.cancelTasks)
+		s.mux.HandleFunc("POST /tasks/retry", s.retryTasks)
+		s.mux.HandleFunc("GET /queues", s.listQueues)
+		s.mux.HandleFunc("POST /queues/{queue}/pause", s.pauseQueue)
+		s.mux.HandleFunc("POST /queues/{queue}/resume", s.resumeQueue)
 	}
 	s.mux.HandleFunc("GET /health", s.health)
 	s.mux.HandleFunc("GET /healthz", s.health)
@@ -245,10 +259,12 @@ func taskID(text string) (id uuid.UUID, ok bool) {
 }
 
 func taskNotFound(id string) *httpError {
-	if len(id) > 64 {
-		id = id[:64]
-	}
-	return &httpError{status: http.StatusNotFound, detail: "Task '" + strings.ToValidUTF8(id, "\uFFFD") + "' not found."}
+	return &httpError{status: http.StatusNotFound, detail: "Task '" + shown(id) + "' not found."}
+}
+
+// shown returns the beginning of a path value as an error may repeat it.
+func shown(value string) string {
+	return strings.ToValidUTF8(value[:min(len(value), 64)], "\uFFFD")
 }
 
 func terminal(status string) bool {

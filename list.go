@@ -2,20 +2,18 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
 	"net/url"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/google/uuid"
 
@@ -132,110 +130,34 @@ func listed(r db.ListTasksRow) db.Task {
 	}
 }
 
-// A listReader holds the parameters of a request for a list and what is wrong with them.
-type listReader struct {
-	values url.Values
-	errs   fieldErrors
-}
-
 // parseListing reads the query of a request for a list. The error is fieldErrors with
 // everything that is wrong, but for unknown parameters beyond the first maxUnknown.
 func parseListing(query string) (listing, error) {
-	values, err := url.ParseQuery(query)
-	r := listReader{values: values}
-	if err != nil {
-		r.errs = fieldErrors{{"value_error", []any{"query"}, "Input should be pairs name=value, percent-encoded and divided by &"}}
-	}
+	q := readQuery(query)
 	// A composite literal evaluates in this order, which is that of the errors.
 	l := listing{
 		filter: filter{
-			statuses: r.statuses(),
-			name:     r.name(),
-			since:    r.time("created_after", firstTime),
-			before:   r.time("created_before", lastTime),
+			statuses: q.statuses(statuses),
+			name:     q.name(),
+			since:    *cmp.Or(q.time("created_after"), &firstTime),
+			before:   *cmp.Or(q.time("created_before"), &lastTime),
 		},
-		limit: r.limit(),
-		query: values,
+		limit: pageSize(q),
+		query: q.values,
 	}
-	l.from = r.from(&l.filter)
-	r.refuseUnknown()
-	if len(r.errs) > 0 {
-		return listing{}, r.errs
+	if l.statuses == nil {
+		l.statuses = statuses
 	}
-	values.Del("cursor")
+	l.from = start(q, &l.filter)
+	if err := q.end(); err != nil {
+		return listing{}, err
+	}
+	l.query.Del("cursor")
 	return l, nil
 }
 
-func (r *listReader) addError(kind, parameter, msg string) {
-	r.errs = append(r.errs, fieldError{kind, []any{"query", parameter}, msg})
-}
-
-// one returns the value of a parameter that may be given once, and whether it was.
-func (r *listReader) one(parameter string) (string, bool) {
-	given := r.values[parameter]
-	if len(given) > 1 {
-		r.addError("value_error", parameter, "Input should be given once")
-	}
-	if len(given) != 1 {
-		return "", false
-	}
-	return given[0], true
-}
-
-// statuses returns the states that were asked for, in several parameters or as a list with
-// commas, else all there are.
-func (r *listReader) statuses() []string {
-	values, ok := r.values["status"]
-	if !ok {
-		return statuses
-	}
-	asked := strings.Split(strings.Join(values, ","), ",")
-	for _, status := range asked {
-		if !slices.Contains(statuses, status) {
-			r.addError("literal_error", "status", "Input should be one of: "+strings.Join(statuses, ", "))
-			break
-		}
-	}
-	var sorted []string
-	for _, status := range statuses {
-		if slices.Contains(asked, status) {
-			sorted = append(sorted, status)
-		}
-	}
-	return sorted
-}
-
-// name returns the name that was asked for. A row that SQL inserted may have one that could
-// not be submitted, so all that PostgreSQL can store will do.
-func (r *listReader) name() *string {
-	name, ok := r.one("name")
-	switch {
-	case !ok:
-		return nil
-	case name == "":
-		r.addError("string_too_short", "name", "String should have at least 1 character")
-	case !utf8.ValidString(name) || strings.ContainsRune(name, 0):
-		r.addError("string_pattern_mismatch", "name", "String should be UTF-8 without NUL characters")
-	}
-	return &name
-}
-
-// time returns a time as the first microsecond that is not before it, since that
-// is what PostgreSQL's times are counted in.
-func (r *listReader) time(parameter string, absent time.Time) time.Time {
-	text, ok := r.one(parameter)
-	if !ok {
-		return absent
-	}
-	t, ok := parseTime(text)
-	if !ok {
-		r.addError("datetime_parsing", parameter, "Input should be an RFC 3339 date and time with a UTC offset, in which + is written %2B")
-	}
-	return t.Add(time.Microsecond - 1).Truncate(time.Microsecond)
-}
-
-func (r *listReader) limit() int {
-	text, ok := r.one("limit")
+func pageSize(q *queryReader) int {
+	text, ok := q.one("limit")
 	if !ok {
 		return defaultPage
 	}
@@ -243,41 +165,27 @@ func (r *listReader) limit() int {
 	n, err := strconv.ParseInt(text, 10, 64)
 	switch {
 	case errors.Is(err, strconv.ErrSyntax):
-		r.addError("int_type", "limit", "Input should be a valid integer")
+		q.fail("int_type", "limit", "Input should be a valid integer")
 	case n < 0:
-		r.addError("greater_than_equal", "limit", "Input should be greater than or equal to 0")
+		q.fail("greater_than_equal", "limit", "Input should be greater than or equal to 0")
 	case n == 0:
 		return defaultPage
 	}
 	return int(min(n, maxPage))
 }
 
-// from returns where the page begins. A cursor is of no use when the filter is wrong: then
+// start returns where the page begins. A cursor is of no use when the filter is wrong: then
 // it is not looked at.
-func (r *listReader) from(f *filter) position {
-	cursor, ok := r.one("cursor")
-	if !ok || len(r.errs) > 0 {
+func start(q *queryReader, f *filter) position {
+	cursor, ok := q.one("cursor")
+	if !ok || len(q.errs) > 0 {
 		return position{created: f.before}
 	}
 	from, ok := f.position(cursor)
 	if !ok {
-		r.addError("value_error", "cursor", "Input should be the next_cursor of a page with the same filters")
+		q.fail("value_error", "cursor", "Input should be the next_cursor of a page with the same filters")
 	}
 	return from
-}
-
-func (r *listReader) refuseUnknown() {
-	known := []string{"status", "name", "created_after", "created_before", "limit", "cursor"}
-	unknown := 0
-	for _, parameter := range slices.Sorted(maps.Keys(r.values)) {
-		if slices.Contains(known, parameter) {
-			continue
-		}
-		if unknown++; unknown > maxUnknown {
-			return
-		}
-		r.addError("extra_forbidden", showName(strings.ToValidUTF8(parameter, "\uFFFD")), "Extra inputs are not permitted")
-	}
 }
 
 // cursor returns the text that names a position in the list of the filter.

@@ -203,7 +203,7 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
-	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth}, m)
+	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth, readers: s.readers}, m)
 	loop("submitter", srv.run)
 	drained := func(time.Time) {}
 	if cfg.Worker {
@@ -279,9 +279,12 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	w := newWorker(log, cfg, claims, leases, s, h, access, m)
 	d := newDispatcher(log, cfg, s, claims, access, m)
 	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, metrics: m, inFlight: w.inFlight, wake: d.wake}
+	pauses := &gate{log: log, stream: s, queries: claims, access: access, wake: d.wake, every: min(cfg.SweepInterval, pausePoll)}
 	w.retryIn = d.wakeAfter
 	w.changed = changed
+	w.refused = pauses.ask
 	s.onUp = d.wake
+	s.reads = true
 
 	loop("outcomes", w.outcomes.run)
 	loop("locked outcomes", w.locked.run)
@@ -289,6 +292,7 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	loop("heartbeat", w.beat)
 	loop("lease watch", w.watch)
 	loop("dispatcher", d.run)
+	loop("pauses", pauses.run)
 	loop("reaper", r.runReaper)
 	loop("reclaimer", r.runScanner)
 	if cfg.TaskRetention > 0 {

@@ -318,7 +318,7 @@ func TestMetricsWithoutServers(t *testing.T) {
 					}
 				}
 			}
-			return true
+			return got[`nexusflow_dependency_up{dependency="postgres"}`] == 0 && got[`nexusflow_dependency_up{dependency="redis"}`] == 0
 		}, func() any { return got })
 		for _, dependency := range []string{"postgres", "redis"} {
 			if value, ok := got[fmt.Sprintf("nexusflow_dependency_up{dependency=%q}", dependency)]; !ok || value != 0 {

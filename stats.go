@@ -214,7 +214,7 @@ const statsLimit = readLimit + time.Second
 // nothing to tell. A count of the ended tasks that takes too long is answered with the one
 // before; only if there was none yet is that a 503.
 func (s *server) stats(w http.ResponseWriter, r *http.Request) {
-	if _, err := queryValues(r); err != nil {
+	if err := noQuery(r.URL); err != nil {
 		s.fail(w, r, err)
 		return
 	}

@@ -366,12 +366,12 @@ func (r *submitReader) runAt(now time.Time) *time.Time {
 	return &t
 }
 
-// parseTime reads a time as RFC 3339 has it and returns it in UTC.
+// parseTime reads an RFC 3339 time from the year 1 on and returns it in UTC.
 func parseTime(text string) (time.Time, bool) {
 	// RFC 3339 allows small letters, and time.Parse more than RFC 3339: a comma, and an
 	// hour of one digit (golang/go#54580).
 	t, err := time.Parse(time.RFC3339, strings.ToUpper(text))
-	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' {
+	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' || t.UTC().Year() < 1 {
 		return time.Time{}, false
 	}
 	return t.UTC(), true

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"maps"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -341,22 +340,24 @@ func (q waitRequest) apply(w http.ResponseWriter) {
 
 // requestedWait reads the query's wait, else the Prefer header. Nothing else may be in the query.
 func requestedWait(r *http.Request) (waitRequest, error) {
-	values, err := queryValues(r, "wait")
-	if err != nil {
-		return waitRequest{}, err
-	}
-	if len(values["wait"]) == 0 {
+	if r.URL.RawQuery == "" {
 		return preferredWait(r.Header), nil
 	}
-	text := values.Get("wait")
+	q := readQuery(r.URL.RawQuery)
+	text, given := q.one("wait")
 	limit, ok := parseWait(text)
 	switch {
-	case len(values["wait"]) > 1:
-		return waitRequest{}, queryError("wait", "extra_forbidden", "Input should be given once")
+	case !given:
 	case !ok && isDigits(strings.TrimPrefix(text, "-")):
-		return waitRequest{}, queryError("wait", "greater_than_equal", "Input should be greater than or equal to 0")
+		q.fail("greater_than_equal", "wait", "Input should be greater than or equal to 0")
 	case !ok:
-		return waitRequest{}, queryError("wait", "int_type", "Input should be a valid integer, in seconds")
+		q.fail("int_type", "wait", "Input should be a valid integer, in seconds")
+	}
+	if err := q.end(); err != nil {
+		return waitRequest{}, err
+	}
+	if !given {
+		return preferredWait(r.Header), nil
 	}
 	return waitRequest{limit: limit}, nil
 }
@@ -393,28 +394,6 @@ func parseWait(text string) (time.Duration, bool) {
 		n = maxWait
 	}
 	return time.Duration(min(n, maxWait)) * time.Second, true
-}
-
-// queryValues reads a query in which only the known names may stand.
-func queryValues(r *http.Request, known ...string) (url.Values, error) {
-	values, err := url.ParseQuery(r.URL.RawQuery)
-	if err != nil {
-		return nil, fieldErrors{{Type: "query_invalid", Loc: []any{"query"}, Msg: "Input should be a valid query string"}}
-	}
-	var errs fieldErrors
-	for _, name := range slices.Sorted(maps.Keys(values)) {
-		if !slices.Contains(known, name) && len(errs) < maxUnknown {
-			errs = append(errs, queryError(showName(name), "extra_forbidden", "Extra inputs are not permitted")...)
-		}
-	}
-	if len(errs) > 0 {
-		return nil, errs
-	}
-	return values, nil
-}
-
-func queryError(name, kind, msg string) fieldErrors {
-	return fieldErrors{{Type: kind, Loc: []any{"query", name}, Msg: msg}}
 }
 
 func isDigits(text string) bool {

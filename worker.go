@@ -37,8 +37,9 @@ type worker struct {
 	handlers *handlerTable
 	access   *access
 	metrics  *metrics
-	retryIn  func(time.Duration) // a retry of this process falls due
-	changed  func(uuid.UUID)     // a task's change by this worker is committed
+	retryIn  func(time.Duration)   // a retry of this process falls due
+	changed  func(uuid.UUID)       // a task's change by this worker is committed
+	refused  func(context.Context) // claims were refused because a queue is paused
 
 	slots    chan struct{} // one token per free slot
 	outcomes *batcher[outcome]
@@ -66,6 +67,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 		metrics:  m,
 		retryIn:  func(time.Duration) {},
 		changed:  func(uuid.UUID) {},
+		refused:  func(context.Context) {},
 		slots:    make(chan struct{}, cfg.WorkerConcurrency),
 		held:     make(map[uuid.UUID]*attempt),
 		entries:  make(map[message]struct{}),
@@ -175,7 +177,11 @@ func (w *worker) take(ctx context.Context, messages []message) {
 			return
 		}
 	}
-	// Whatever no row came back for is taken, done, not due, unknown, or a copy.
+	if !w.unpublishRefused(ctx, messages) {
+		w.giveBack(messages)
+		return
+	}
+	// Whatever no row came back for is taken, done, not due, unknown, a copy, or unpublished.
 	w.countUnknown(messages)
 	for _, m := range messages {
 		w.drop(m)
@@ -396,18 +402,6 @@ func (w *worker) drain(deadline time.Time) {
 	}
 	if left := w.each(func(*attempt) bool { return true }); left > 0 {
 		w.log.Error("outcomes not stored before the end", "count", left)
-	}
-}
-
-// doneBefore waits for done until deadline and reports whether it came.
-func doneBefore(done <-chan struct{}, deadline time.Time) bool {
-	t := time.NewTimer(time.Until(deadline))
-	defer t.Stop()
-	select {
-	case <-done:
-		return true
-	case <-t.C:
-		return false
 	}
 }
 

@@ -20,6 +20,15 @@ WITH RECURSIVE q AS (
             WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
             ORDER BY n.queue LIMIT 1)
     FROM q WHERE q.queue IS NOT NULL
+), waiting AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NULL AND n.queue > w.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM waiting w WHERE w.queue IS NOT NULL
 )
 SELECT l.task_id, l.status, l.retry_count, l.updated_at, (l.updated_at > now() - interval '10 seconds')::bool AS recent
 FROM (
@@ -28,10 +37,15 @@ FROM (
      ORDER BY r.lease_until DESC
      LIMIT 8 * @max_rows::int)
     UNION ALL
-    (SELECT u.task_id, u.status, u.retry_count, u.updated_at FROM tasks u
-     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at < now() + interval '1 minute'
-     ORDER BY u.run_at
-     LIMIT @max_rows::int)
+    SELECT s.task_id, s.status, s.retry_count, s.updated_at
+    FROM waiting w
+    CROSS JOIN LATERAL (
+        SELECT u.task_id, u.status, u.retry_count, u.updated_at FROM tasks u
+        WHERE u.status = 'pending' AND u.published_at IS NULL AND u.queue = w.queue AND u.run_at < now() + interval '1 minute'
+        ORDER BY u.run_at
+        LIMIT @max_rows::int
+    ) s
+    WHERE w.queue IS NOT NULL
     UNION ALL
     SELECT h.task_id, h.status, h.retry_count, h.updated_at
     FROM q
