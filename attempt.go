@@ -82,6 +82,8 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 		a.task.Traceparent = *r.Traceparent
 	}
 	a.trust(asked)
+	w.changed(r.TaskID)
+	w.metrics.wait.Observe(r.ClaimedAt.Sub(r.RunAt).Seconds())
 	timeout := w.cfg.TaskTimeout
 	if h, ok := w.handlers.find(r.Name); ok {
 		a.handler = h
@@ -104,8 +106,10 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 	if w.log.Enabled(a.ctx, slog.LevelDebug) {
 		w.log.Debug("task started", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
 	}
+	w.metrics.busy.Inc()
 	w.handling.Go(func() {
 		defer stop()
+		defer w.metrics.busy.Dec()
 		a.run()
 	})
 }

@@ -54,3 +54,15 @@ func sleep(ctx context.Context, d time.Duration) bool {
 		return true
 	}
 }
+
+// doneBefore waits for done until deadline and reports whether it came.
+func doneBefore(done <-chan struct{}, deadline time.Time) bool {
+	t := time.NewTimer(time.Until(deadline))
+	defer t.Stop()
+	select {
+	case <-done:
+		return true
+	case <-t.C:
+		return false
+	}
+}

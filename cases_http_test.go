@@ -126,3 +126,70 @@ func TestCase117LostWorkerShows(t *testing.T) {
 		t.Errorf("GET after the second attempt shows %+v", s)
 	}
 }
+
+// However many paths are asked for, the metrics stay as few as the routes.
+func TestCase134PathAsLabel(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	a := b.started("A")[0]
+	lines := func() int {
+		code, text := a.get("/metrics")
+		if code != http.StatusOK {
+			t.Fatalf("GET /metrics = %d %s", code, text)
+		}
+		return strings.Count(text, "\n")
+	}
+	before := lines()
+	for range 1000 {
+		for _, path := range []string{"/tasks/" + uuid.NewString(), "/" + uuid.NewString()} {
+			if code, text := a.get(path); code != http.StatusNotFound {
+				t.Fatalf("GET %s = %d %s, want 404", path, code, text)
+			}
+		}
+	}
+	if growth := lines() - before; growth >= 50 {
+		t.Errorf("the metrics grew from %d lines by %d", before, growth)
+	}
+	b.check()
+}
+
+// Tasks of one moment come once each, page by page, while they are run.
+func TestCase119ListTies(t *testing.T) {
+	longFault(t)
+	b := newBed(t)
+	a := b.started("A")[0]
+	ids := b.insert(30, `{"ms":50}`)
+	if n := b.number("SELECT count(DISTINCT created_at) FROM tasks"); n != 1 {
+		t.Fatalf("%d different created_at, want 1", n)
+	}
+	seen := map[uuid.UUID]int{}
+	cursor, pages := "", 0
+	for {
+		var page struct {
+			Tasks []struct {
+				ID uuid.UUID `json:"task_id"`
+			}
+			Next string `json:"next_cursor"`
+		}
+		code, body := a.get("/tasks?limit=7" + cursor)
+		if err := json.Unmarshal([]byte(body), &page); err != nil || code != http.StatusOK {
+			t.Fatalf("GET = %d %s", code, body)
+		}
+		for _, task := range page.Tasks {
+			seen[task.ID]++
+		}
+		if pages++; page.Next == "" {
+			break
+		}
+		cursor = "&cursor=" + page.Next
+	}
+	for _, id := range ids {
+		if seen[id] != 1 {
+			t.Errorf("task %s is on %d pages", id, seen[id])
+		}
+	}
+	if len(seen) != 30 || pages != 5 {
+		t.Errorf("%d tasks on %d pages, want 30 on 5", len(seen), pages)
+	}
+	b.check()
+}

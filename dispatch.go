@@ -86,11 +86,12 @@ type dispatcher struct {
 	stream  *stream
 	queries *db.Queries
 	access  *access
+	metrics *metrics
 	poke    chan struct{}
 }
 
-func newDispatcher(log *slog.Logger, cfg config, s *stream, q *db.Queries, a *access) *dispatcher {
-	return &dispatcher{log: log, cfg: cfg, stream: s, queries: q, access: a, poke: make(chan struct{}, 1)}
+func newDispatcher(log *slog.Logger, cfg config, s *stream, q *db.Queries, a *access, m *metrics) *dispatcher {
+	return &dispatcher{log: log, cfg: cfg, stream: s, queries: q, access: a, metrics: m, poke: make(chan struct{}, 1)}
 }
 
 // wake makes the dispatcher sweep now. It never blocks.
@@ -181,6 +182,7 @@ func (d *dispatcher) republish(ctx context.Context, queue string) error {
 		return entries, err
 	})
 	if n > 0 {
+		d.metrics.republished.Add(float64(n))
 		d.log.Warn("lost entries published again", "queue", queue, "count", n, "age_ms", age.Milliseconds())
 	}
 	return err

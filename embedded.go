@@ -18,12 +18,20 @@ const rootDataDir = "/var/lib/nexusflow"
 // dataFolder makes the folder of the embedded servers' data and returns its
 // absolute path without links, by which every later start knows it again.
 func dataFolder(cfg config) (string, error) {
+	dir, err := makeDataFolder(cfg)
+	if err != nil {
+		return "", fmt.Errorf("make the folder of the embedded servers' data (set DATA_DIR to one that can be written, or DATABASE_URL and REDIS_URL to servers of your own): %w", err)
+	}
+	return dir, nil
+}
+
+func makeDataFolder(cfg config) (string, error) {
 	dir, err := filepath.Abs(chooseDataDir(cfg))
 	if err != nil {
-		return "", fmt.Errorf("find data folder: %w", err)
+		return "", err
 	}
 	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
-		return "", fmt.Errorf("make data folder: %w", err)
+		return "", err
 	}
 	// The servers' own folders inside are closed to others; this one stays open
 	// whatever the umask, because the server user of root has to pass it.
@@ -31,16 +39,12 @@ func dataFolder(cfg config) (string, error) {
 	case err == nil:
 		err = os.Chmod(dir, 0o755)
 		if err != nil {
-			return "", fmt.Errorf("make data folder: %w", err)
+			return "", err
 		}
 	case !errors.Is(err, os.ErrExist):
-		return "", fmt.Errorf("make data folder: %w", err)
+		return "", err
 	}
-	dir, err = filepath.EvalSymlinks(dir)
-	if err != nil {
-		return "", fmt.Errorf("make data folder: %w", err)
-	}
-	return dir, nil
+	return filepath.EvalSymlinks(dir)
 }
 
 // chooseDataDir returns DATA_DIR, or rootDataDir when it is not set and the

@@ -126,6 +126,24 @@ func TestDataFolderMode(t *testing.T) {
 	}
 }
 
+// A folder that cannot be made, as in an image that only root may write to, is no riddle: the error
+// says what to set.
+func TestDataFolderRefused(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := dataFolder(config{DataDir: filepath.Join(file, "data"), DataDirSet: true})
+	if err == nil {
+		t.Fatal("a folder inside a file was made")
+	}
+	for _, want := range []string{"DATA_DIR", "DATABASE_URL", "REDIS_URL", file} {
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("error %q does not name %s", err, want)
+		}
+	}
+}
+
 // The temporary folder is shared: what others put under our name is refused.
 func TestMakePrivate(t *testing.T) {
 	t.Parallel()

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -70,7 +71,7 @@ func startGatewayLog(t testing.TB, dsn string, change func(*config), log *slog.L
 	handlers.handle("fail_task", fail)
 	g := &gateway{pools: p, contract: testContract(t), dsn: dsn}
 	g.up.Store(true)
-	g.server = newServer(log, cfg, p, handlers, hints{publish: g.publish, up: g.up.Load})
+	g.server = newServer(log, cfg, p, handlers, hints{publish: g.publish, up: g.up.Load, depth: noDepth}, newMetrics())
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
 	go func() { done <- g.server.run(ctx) }()
@@ -86,6 +87,11 @@ func startGatewayLog(t testing.TB, dsn string, change func(*config), log *slog.L
 		p.close()
 	})
 	return g
+}
+
+// noDepth is what a gateway without a stream knows of it.
+func noDepth(context.Context, []string) (streamDepth, error) {
+	return streamDepth{}, errors.New("no stream")
 }
 
 func (g *gateway) publish(entries []entry) {

@@ -116,6 +116,9 @@ func TestPostgresStopped(t *testing.T) {
 		if a.status != 503 || b.status != 503 || a.header.Get("Retry-After") != "1" || b.header.Get("Retry-After") != "1" {
 			t.Fatalf("POST %d %s, GET %d %s: want 503", a.status, a.body, b.status, b.body)
 		}
+		if l := g.do(t, "GET", "/tasks", ""); l.status != 503 || l.header.Get("Retry-After") != "1" {
+			t.Fatalf("GET /tasks = %d %s, want 503", l.status, l.body)
+		}
 		if took := time.Since(start); took > time.Second {
 			t.Errorf("request %d took %v, want less than 1 s", i, took)
 		}

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -45,16 +46,27 @@ type server struct {
 	crossOrigin *http.CrossOriginProtection
 	mux         *routes
 	intake      *intake
+	lobby       *lobby
+	feed        *feed
+	census      *census
+	metrics     *metrics
 	buffers     bufferPool
 	ready       readiness
 	draining    atomic.Bool
-	backlogged  atomic.Bool // the oldest due task waits longer than MAX_BACKLOG_AGE
+	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
+	operating   chan struct{} // holds a token while a request changes many tasks
+	depths      depths
 }
 
-// hints is what the gateway knows of the stream. Neither function blocks.
+// hints is what the gateway knows of the stream. Neither publish nor up blocks.
 type hints struct {
 	publish func([]entry) // adds entries for committed tasks that are due; keeps the slice
 	up      func() bool   // whether the stream is believed to be reachable
+
+	// depth sums up the streams of the queues, and readers counts the workers of each. Both cost
+	// one round trip.
+	depth   func(ctx context.Context, queues []string) (streamDepth, error)
+	readers func(ctx context.Context, queues []string) (map[string]int, error)
 }
 
 // routes is a ServeMux that knows its patterns.
@@ -70,7 +82,7 @@ func (m *routes) HandleFunc(pattern string, handler http.HandlerFunc) {
 }
 
 // newServer returns a gateway that serves nothing before run is called.
-func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints) *server {
+func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h hints, m *metrics) *server {
 	s := &server{
 		log:         log,
 		cfg:         cfg,
@@ -81,12 +93,30 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		keys:        newAPIKeys(cfg),
 		crossOrigin: http.NewCrossOriginProtection(),
 		mux:         new(routes),
-		intake:      newIntake(log, p, h),
+		intake:      newIntake(log, p, h, m),
+		metrics:     m,
+		operating:   make(chan struct{}, 1),
 	}
-	if cfg.Gateway { // a worker alone answers probes only, and so needs no API keys
+	s.lobby = newLobby(p.api, s.intake.note)
+	s.feed = newFeed(p.api, s.intake.note)
+	s.census = newCensus(log, p, h, s.limits.queues, s.checkRecord)
+	m.registry.MustRegister(censusMetrics{s.census})
+	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)
+		s.mux.HandleFunc("POST "+batchPath, s.submitBatch)
 		s.mux.HandleFunc("POST /tasks/{$}", redirect("/tasks"))
+		s.mux.HandleFunc("GET /tasks", s.listTasks)
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
+		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
+		s.mux.HandleFunc("GET /events", s.allEvents)
+		s.mux.HandleFunc("GET /stats", s.stats)
+		s.mux.HandleFunc("POST /tasks/{task_id}/cancel", s.cancelTask)
+		s.mux.HandleFunc("POST /tasks/{task_id}/retry", s.retryTask)
+		s.mux.HandleFunc("POST /tasks/cancel", s.cancelTasks)
+		s.mux.HandleFunc("POST /tasks/retry", s.retryTasks)
+		s.mux.HandleFunc("GET /queues", s.listQueues)
+		s.mux.HandleFunc("POST /queues/{queue}/pause", s.pauseQueue)
+		s.mux.HandleFunc("POST /queues/{queue}/resume", s.resumeQueue)
 		for _, d := range documents {
 			s.mux.HandleFunc("GET "+d.path, serveDocument(d.mediaType, d.text))
 		}
@@ -97,6 +127,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 	s.mux.HandleFunc("GET /healthz", s.health)
 	s.mux.HandleFunc("GET /livez", s.health)
 	s.mux.HandleFunc("GET /readyz", s.readyz)
+	s.mux.HandleFunc("GET /metrics", s.showMetrics)
 	return s
 }
 
@@ -119,7 +150,7 @@ func (s *server) httpServer() *http.Server {
 		Handler:           s.handler(),
 		ReadHeaderTimeout: 5 * time.Second,
 		ReadTimeout:       15 * time.Second,
-		WriteTimeout:      30 * time.Second,
+		WriteTimeout:      writeTimeout,
 		IdleTimeout:       2 * time.Minute,
 		MaxHeaderBytes:    16 << 10,
 		ErrorLog:          log.New(errorLog{s.log}, "", 0),
@@ -127,24 +158,33 @@ func (s *server) httpServer() *http.Server {
 }
 
 // run stores what requests submit until ctx ends, then what was submitted before, and
-// returns nil. End ctx after the HTTP server has drained: a request that comes later
-// waits out its limit and gets 503.
+// returns nil; beside that it looks for what other requests wait for. End ctx after the HTTP
+// server has drained: a request that comes later waits out its limit and gets 503.
 func (s *server) run(ctx context.Context) error {
-	if s.cfg.MaxBacklogAge <= 0 {
-		return s.intake.run(ctx)
+	defer s.census.close()
+	var beside sync.WaitGroup
+	defer beside.Wait()
+	beside.Go(func() { s.lobby.run(ctx) })
+	beside.Go(func() { s.feed.run(ctx) })
+	if s.cfg.MaxBacklogAge > 0 {
+		beside.Go(func() { s.watchBacklog(ctx) })
 	}
-	watched := make(chan struct{})
-	go func() {
-		defer close(watched)
-		s.watchBacklog(ctx)
-	}()
-	err := s.intake.run(ctx)
-	<-watched
-	return err
+	return s.intake.run(ctx)
 }
 
-// drain makes readiness fail from now on, so that no new client is sent here.
-func (s *server) drain() { s.draining.Store(true) }
+// drain makes readiness fail from now on, so that no new client is sent here, and ends all
+// waits: long polls are answered with what is so now, and streams end.
+func (s *server) drain() {
+	s.draining.Store(true)
+	s.lobby.close()
+}
+
+// changed tells those who wait that this process has changed a task. It costs next to
+// nothing while nobody does.
+func (s *server) changed(id uuid.UUID) {
+	s.lobby.hint(id)
+	s.feed.hint(id)
+}
 
 // watchBacklog asks once a second whether tasks wait too long. A question that is not
 // answered leaves the gate open: the record being away has an answer of its own.
@@ -160,8 +200,8 @@ func (s *server) watchBacklog(ctx context.Context) {
 	}
 }
 
-// showTask answers GET /tasks/{task_id}. A failed task is a 200: the request for its
-// state succeeded.
+// showTask answers GET /tasks/{task_id}, at once or after the wait that is asked for. A failed
+// task is a 200: the request for its state succeeded.
 func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	given := r.PathValue("task_id")
 	id, ok := taskID(given)
@@ -169,23 +209,29 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	t, err := s.readTask(r.Context(), id)
+	wait, err := requestedWait(r)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	t, waited, err := s.currentTask(w, r, id, wait)
 	if errors.Is(err, pgx.ErrNoRows) {
 		writeProblem(w, r, taskNotFound(given), nil)
 		return
 	}
-	if !timedOut(err) {
-		s.intake.note(err)
-	}
 	if err != nil {
-		s.fail(w, r, err)
+		if r.Context().Err() == nil { // else nobody is there any more
+			s.fail(w, r, err)
+		}
 		return
 	}
 	tag := etag(&t)
 	h := w.Header()
 	h.Set("Cache-Control", "private, no-cache")
 	h.Set("ETag", tag)
-	if !terminal(t.Status) {
+	if waited {
+		h.Set("Retry-After", "1")
+	} else if !terminal(t.Status) {
 		h.Set("Retry-After", retryAfterSeconds(&t))
 	}
 	if matches(r.Header.Values("If-None-Match"), tag) {
@@ -195,18 +241,26 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	writeBody(w, http.StatusOK, "application/json", appendTask(nil, &t))
 }
 
-// readTask reads one row within readLimit. A connection that broke, as all do when
-// PostgreSQL restarts, is replaced once: reading twice harms nothing.
-func (s *server) readTask(ctx context.Context, id uuid.UUID) (db.Task, error) {
+// read asks PostgreSQL something within readLimit, and notes whether it serves. A connection
+// that broke, as all do when PostgreSQL restarts, is replaced once: reading twice harms nothing.
+func read[T any](ctx context.Context, s *server, ask func(context.Context, *db.Queries) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(ctx, readLimit)
 	defer cancel()
 	q := db.New(s.pools.api)
-	t, err := q.GetTask(ctx, id)
+	t, err := ask(ctx, q)
 	if broken(err) && ctx.Err() == nil {
 		s.pools.api.Reset()
-		t, err = q.GetTask(ctx, id)
+		t, err = ask(ctx, q)
+	}
+	if !timedOut(err) && !errors.Is(err, pgx.ErrNoRows) {
+		s.intake.note(err)
 	}
 	return t, err
+}
+
+// readTask reads a task, whole.
+func (s *server) readTask(ctx context.Context, id uuid.UUID) (db.Task, error) {
+	return read(ctx, s, func(ctx context.Context, q *db.Queries) (db.Task, error) { return q.GetTask(ctx, id) })
 }
 
 // taskID reads an id in its canonical form, in either case. What else uuid.Parse
@@ -220,10 +274,12 @@ func taskID(text string) (id uuid.UUID, ok bool) {
 }
 
 func taskNotFound(id string) *httpError {
-	if len(id) > 64 {
-		id = id[:64]
-	}
-	return &httpError{status: http.StatusNotFound, detail: "Task '" + strings.ToValidUTF8(id, "\uFFFD") + "' not found."}
+	return &httpError{status: http.StatusNotFound, detail: "Task '" + shown(id) + "' not found."}
+}
+
+// shown returns the beginning of a path value as an error may repeat it.
+func shown(value string) string {
+	return strings.ToValidUTF8(value[:min(len(value), 64)], "\uFFFD")
 }
 
 func terminal(status string) bool {
@@ -269,12 +325,27 @@ func retryAfterSeconds(t *db.Task) string {
 // appendTask appends the representation of a task: the original's members in its order,
 // then ours.
 func appendTask(b []byte, t *db.Task) []byte {
+	b = appendHead(b, t)
+	b = appendJSON(append(b, `,"payload":`...), t.Payload)
+	b = appendJSON(append(b, `,"result":`...), t.Result)
+	return append(appendState(b, t), '}')
+}
+
+// appendSummary is appendTask without payload and result.
+func appendSummary(b []byte, t *db.Task) []byte {
+	return append(appendState(appendHead(b, t), t), '}')
+}
+
+// appendHead appends the members of a task that come before its payload.
+func appendHead(b []byte, t *db.Task) []byte {
 	b = append(b, `{"task_id":"`...)
 	b = append(b, t.TaskID.String()...)
 	b = appendString(append(b, `","name":`...), t.Name)
-	b = appendString(append(b, `,"status":`...), t.Status)
-	b = appendJSON(append(b, `,"payload":`...), t.Payload)
-	b = appendJSON(append(b, `,"result":`...), t.Result)
+	return appendString(append(b, `,"status":`...), t.Status)
+}
+
+// appendState appends the members of a task that come after its result.
+func appendState(b []byte, t *db.Task) []byte {
 	b = strconv.AppendInt(append(b, `,"retry_count":`...), int64(t.RetryCount), 10)
 	b = strconv.AppendInt(append(b, `,"max_retries":`...), int64(t.MaxRetries), 10)
 	b = appendText(append(b, `,"error_message":`...), t.ErrorMessage)
@@ -295,8 +366,7 @@ func appendTask(b []byte, t *db.Task) []byte {
 	b = strconv.AppendBool(append(b, `,"cancel_requested":`...), t.CancelRequested)
 	b = strconv.AppendInt(append(b, `,"attempt":`...), int64(t.Attempt), 10)
 	b = strconv.AppendInt(append(b, `,"lost_count":`...), int64(t.LostCount), 10)
-	b = appendAttempts(append(b, `,"attempts":`...), t.Attempts)
-	return append(b, '}')
+	return appendAttempts(append(b, `,"attempts":`...), t.Attempts)
 }
 
 // nextRetry returns when a task that waits after a failure runs again. A task given back by a

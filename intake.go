@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -41,41 +40,19 @@ var (
 	errContended = errors.New("store tasks: keys were taken and given back in every round")
 )
 
-// A waiter is one submission on its way into the table, and the request that waits for it.
-type waiter struct {
-	ctx         context.Context // the request's limit; a client that hangs up does not end it
-	id          uuid.UUID       // made here, so that after a lost reply the row can be looked for
-	sub         submission
-	queue       string
-	maxRetries  int32
-	traceparent string
-	done        chan receipt // holds the one receipt, so that nobody waits for a request that gave up
-}
-
-// gone reports whether the request has been answered already.
-func (w *waiter) gone() bool { return w.ctx.Err() != nil }
-
-// A receipt says what became of a submission: a task, new or found by its key, or an error.
-type receipt struct {
-	id       uuid.UUID
-	name     string
-	status   string // empty if the task is new
-	created  time.Time
-	replayed bool
-	err      error
-}
-
 // An intake stores submissions by group commit: whatever arrives while one batch is
 // written makes up the next.
 type intake struct {
-	log   *slog.Logger
-	pools *pools
-	hints hints
-	batch *batcher[*waiter]
+	log     *slog.Logger
+	pools   *pools
+	hints   hints
+	metrics *metrics
+	batch   *batcher[*waiter]
 
 	aside   sync.WaitGroup
 	waiting atomic.Int32  // rows beside the batches
 	slots   chan struct{} // connections they may hold, so that reads are left some
+	bundles chan struct{} // connections that batch requests may hold
 	mu      sync.Mutex
 	held    map[string][]*waiter // the keys beside the batches, and who came for them meanwhile
 
@@ -85,13 +62,15 @@ type intake struct {
 	at      time.Time   // when that was told last
 }
 
-func newIntake(log *slog.Logger, p *pools, h hints) *intake {
+func newIntake(log *slog.Logger, p *pools, h hints, m *metrics) *intake {
 	in := &intake{
-		log:   log,
-		pools: p,
-		hints: h,
-		slots: make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
-		held:  make(map[string][]*waiter),
+		log:     log,
+		pools:   p,
+		hints:   h,
+		metrics: m,
+		slots:   make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
+		held:    make(map[string][]*waiter),
+		bundles: make(chan struct{}, max(1, p.api.Config().MaxConns/4)),
 	}
 	in.batch = newBatcher(batchRows, in.flush)
 	return in
@@ -128,7 +107,7 @@ func (in *intake) flush(ctx context.Context, ws []*waiter) {
 	if in.waiting.Load() > 0 {
 		ws = slices.DeleteFunc(ws, in.behind)
 	}
-	slices.SortStableFunc(ws, func(a, b *waiter) int { return cmp.Compare(a.sub.Key, b.sub.Key) })
+	slices.SortStableFunc(ws, compareKeys)
 	in.store(ctx, in.pools.submit, ws)
 }
 
@@ -159,6 +138,7 @@ func (in *intake) store(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) e
 		half := len(left) / 2
 		return errors.Join(in.store(ctx, pool, left[:half]), in.store(ctx, pool, left[half:]))
 	case badData(err):
+		in.metrics.invalid.Add(float64(len(left)))
 		in.log.Warn("submission not storable", "name", left[0].sub.Name, "err", err)
 		refuse(left, errUnstorable)
 		return nil
@@ -177,6 +157,7 @@ func (in *intake) store(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) e
 // concurrent winner, whose key it then neither inserts nor sees.
 func (in *intake) insert(ctx context.Context, pool *pgxpool.Pool, ws []*waiter) (left []*waiter, err error) {
 	q := db.New(pool)
+	in.metrics.submitRows.Observe(float64(len(ws)))
 	for range storeRounds {
 		var stored []db.InsertTasksRow
 		if stored, err = q.InsertTasks(ctx, insertParams(ws, in.hints.up())); err == nil {
@@ -269,7 +250,9 @@ func (in *intake) created(ws []*waiter, rows []db.InsertTasksRow) (left []*waite
 		if row.Published {
 			due = append(due, entry{w.id, w.queue})
 		}
-		w.done <- receipt{id: w.id, name: w.sub.Name, created: row.CreatedAt}
+		o := receipt{id: w.id, name: w.sub.Name, created: row.CreatedAt}
+		in.metrics.submitted(&o)
+		w.done <- o
 	}
 	// The rows are committed: from here on the stream is only a hint. If the process
 	// dies at this line the dispatcher finds them.
@@ -281,27 +264,18 @@ func (in *intake) created(ws []*waiter, rows []db.InsertTasksRow) (left []*waite
 
 // found gives those of ws whose key a task holds their outcome, and returns the others.
 func (in *intake) found(ws []*waiter, rows []db.TasksByKeyRow) (left []*waiter) {
-	holders := make(map[string]*db.TasksByKeyRow, len(rows))
-	for i := range rows {
-		if rows[i].IdempotencyKey != nil {
-			holders[*rows[i].IdempotencyKey] = &rows[i]
-		}
-	}
+	holders := byKey(rows)
 	for _, w := range ws {
 		row := holders[w.sub.Key]
-		switch {
-		case row == nil:
+		if row == nil {
 			left = append(left, w)
-		case row.TaskID == w.id:
-			// An INSERT of ours whose reply was lost had not ended when we looked for its row.
-			w.done <- receipt{id: w.id, name: w.sub.Name, created: row.CreatedAt}
-			if w.sub.DelayMS == nil && w.sub.RunAt == nil {
-				in.hints.publish([]entry{{w.id, w.queue}})
-			}
-		case row.RequestHash != nil && string(row.RequestHash) != string(w.sub.Hash[:]):
-			w.done <- receipt{err: errKeyReused}
-		default:
-			w.done <- receipt{id: row.TaskID, name: row.Name, status: row.Status, created: row.CreatedAt, replayed: true}
+			continue
+		}
+		o := w.receipt(row)
+		in.metrics.submitted(&o)
+		w.done <- o
+		if row.TaskID == w.id && w.sub.due() {
+			in.hints.publish([]entry{{w.id, w.queue}})
 		}
 	}
 	return left
@@ -334,7 +308,7 @@ func (in *intake) note(err error) {
 // statement may have waited for somebody's lock, that says nothing about PostgreSQL.
 func timedOut(err error) bool {
 	state := sqlState(err)
-	return errors.Is(err, context.DeadlineExceeded) || state == "57014" || state == lockTimedOut
+	return errors.Is(err, context.DeadlineExceeded) || state == tookTooLong || state == lockTimedOut
 }
 
 func insertParams(ws []*waiter, publish bool) db.InsertTasksParams {
@@ -373,20 +347,4 @@ func insertParams(ws []*waiter, publish bool) db.InsertTasksParams {
 		}
 	}
 	return p
-}
-
-func waiterIDs(ws []*waiter) []uuid.UUID {
-	ids := make([]uuid.UUID, len(ws))
-	for i, w := range ws {
-		ids[i] = w.id
-	}
-	return ids
-}
-
-func waiterKeys(ws []*waiter) []string {
-	keys := make([]string, len(ws))
-	for i, w := range ws {
-		keys[i] = w.sub.Key
-	}
-	return keys
 }

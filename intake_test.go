@@ -396,7 +396,7 @@ func TestDrain(t *testing.T) {
 func TestRunStoresWhatIsLeft(t *testing.T) {
 	t.Parallel()
 	p := testPools(t)
-	in := newIntake(discardLog(), p, hints{publish: func([]entry) {}, up: func() bool { return true }})
+	in := newIntake(discardLog(), p, hints{publish: func([]entry) {}, up: func() bool { return true }}, newMetrics())
 	ws := make([]*waiter, 700)
 	for i := range ws {
 		ws[i] = newWaiter(t, "", `{}`)

@@ -11,6 +11,8 @@ type keyError struct{ Msg string }
 
 func (e *keyError) Error() string { return e.Msg }
 
+var errBlankKey = &keyError{"an idempotency key cannot be blank"}
+
 // keyHeader is the Idempotency-Key header of a request.
 type keyHeader struct {
 	present bool   // a header line was sent
@@ -69,7 +71,7 @@ func parseQuotedKey(s string) (string, error) {
 				key = string(append(unescaped, key...))
 			}
 			if strings.Trim(key, " ") == "" {
-				return "", &keyError{"an idempotency key cannot be blank"}
+				return "", errBlankKey
 			}
 			return key, nil
 		}

@@ -177,14 +177,15 @@ func (l *link) learn(chunk []byte) {
 }
 
 // isLost reports whether a request is of the kind whose reply is to be lost: a command of
-// Redis, or the execution of a prepared statement by its name in queries/.
+// Redis, the execution of a prepared statement by its name in queries/, or the text of
+// one that is not prepared, such as "commit".
 func (l *link) isLost(chunk []byte) bool {
 	for _, m := range boundStatement.FindAllSubmatch(chunk, -1) {
 		if l.queryName[string(m[1])] == l.lose {
 			return true
 		}
 	}
-	return chunk[0] == '*' && bytes.Contains(chunk, []byte(l.lose))
+	return (chunk[0] == '*' || chunk[0] == 'Q') && bytes.Contains(chunk, []byte(l.lose))
 }
 
 // set changes how the link behaves from now on. Refusing cuts what is connected.

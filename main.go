@@ -19,6 +19,7 @@ import (
 
 	"nexusflow/db"
 
+	"github.com/google/uuid"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -198,15 +199,16 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 		})
 	}
 
-	drained := func(time.Time) {}
-	if cfg.Worker {
-		drained = startWorker(ctx, g, loop, log, cfg, p, s, h)
-	}
+	m := newMetrics()
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
 	loop("redis probe", s.run)
-	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up})
+	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth, readers: s.readers}, m)
 	loop("submitter", srv.run)
+	drained := func(time.Time) {}
+	if cfg.Worker {
+		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, m, srv.changed)
+	}
 
 	hs := srv.httpServer()
 	g.Go(func() error {
@@ -269,15 +271,20 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	return err
 }
 
-// startWorker starts the loops of the worker role and returns what drains them.
-func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable) func(time.Time) {
+// startWorker starts the loops of the worker role and returns what drains them. changed is
+// told of every task whose change is committed.
+func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, m *metrics, changed func(uuid.UUID)) func(time.Time) {
 	claims, leases := db.New(p.work), db.New(p.lease)
 	access := newAccess(log, cfg.Lease/3)
-	w := newWorker(log, cfg, claims, leases, s, h, access)
-	d := newDispatcher(log, cfg, s, claims, access)
-	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, inFlight: w.inFlight, wake: d.wake}
+	w := newWorker(log, cfg, claims, leases, s, h, access, m)
+	d := newDispatcher(log, cfg, s, claims, access, m)
+	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, metrics: m, inFlight: w.inFlight, wake: d.wake}
+	pauses := &gate{log: log, stream: s, queries: claims, access: access, wake: d.wake, every: min(cfg.SweepInterval, pausePoll)}
 	w.retryIn = d.wakeAfter
+	w.changed = changed
+	w.refused = pauses.ask
 	s.onUp = d.wake
+	s.reads = true
 
 	loop("outcomes", w.outcomes.run)
 	loop("locked outcomes", w.locked.run)
@@ -285,6 +292,7 @@ func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(
 	loop("heartbeat", w.beat)
 	loop("lease watch", w.watch)
 	loop("dispatcher", d.run)
+	loop("pauses", pauses.run)
 	loop("reaper", r.runReaper)
 	loop("reclaimer", r.runScanner)
 	if cfg.TaskRetention > 0 {

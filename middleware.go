@@ -25,7 +25,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	h.Set("X-Request-Id", id)
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
-	next, pattern := s.mux.Handler(r)
+	next, pattern := s.find(r)
 	defer func() {
 		thrown := recover()
 		if thrown != nil && thrown != http.ErrAbortHandler {
@@ -35,7 +35,9 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 				thrown = nil
 			}
 		}
-		s.logRequest(r, pattern, sw.status, id, time.Since(start))
+		took := time.Since(start)
+		s.metrics.request(knownMethod(r.Method), route(pattern), sw.status, took)
+		s.logRequest(r, pattern, sw.status, id, took)
 		if thrown != nil {
 			// The answer has begun: only cutting the connection tells the client that it is not whole.
 			panic(http.ErrAbortHandler)
@@ -49,8 +51,25 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.fail(sw, r, err)
 		return
 	}
-	// The mux is asked again because only its ServeHTTP sets the path values.
-	s.mux.ServeHTTP(sw, r)
+	if !strings.Contains(pattern, "{") {
+		r.Pattern = pattern
+		next.ServeHTTP(sw, r)
+		return
+	}
+	s.mux.ServeHTTP(sw, r) // which matches again: only it sets the values of the path
+}
+
+// find returns what answers a request and its pattern, which is empty if the path or the
+// method is unknown. The mux alone would take batch in GET /tasks/batch for a task's id,
+// and name GET in the Allow of its other methods.
+func (s *server) find(r *http.Request) (http.Handler, string) {
+	if r.URL.Path == batchPath && r.Method != http.MethodPost && s.cfg.Gateway {
+		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Allow", http.MethodPost)
+			w.WriteHeader(http.StatusMethodNotAllowed)
+		}), ""
+	}
+	return s.mux.Handler(r)
 }
 
 // admit refuses a request without the API key its route needs, and unsafe requests that
@@ -81,11 +100,11 @@ func (s *server) logRequest(r *http.Request, pattern string, status int, id stri
 		slog.String("request_id", id))
 }
 
-// open reports whether a route needs no API key: the probes, whose callers have none, and
+// open reports whether a route needs no API key: the probes and the metrics, whose callers have none, and
 // the description of the API.
 func open(pattern string) bool {
 	switch route(pattern) {
-	case "/health", "/healthz", "/livez", "/readyz", "/openapi.json", "/openapi.yaml", "/docs", "/docs/style.css", "/docs/{$}", "/redoc":
+	case "/health", "/healthz", "/livez", "/readyz", "/metrics", "/openapi.json", "/openapi.yaml", "/docs", "/docs/style.css", "/docs/{$}", "/redoc":
 		return true
 	}
 	return false

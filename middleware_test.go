@@ -114,8 +114,8 @@ func TestUnmatched(t *testing.T) {
 		status       int
 		header, want string
 	}{
-		{"PUT", "/tasks", 405, "Allow", "POST"},
-		{"OPTIONS", "/tasks", 405, "Allow", "POST"},
+		{"PUT", "/tasks", 405, "Allow", "GET, HEAD, POST"},
+		{"OPTIONS", "/tasks", 405, "Allow", "GET, HEAD, POST"},
 		{"DELETE", "/tasks/x", 405, "Allow", "GET, HEAD"},
 		{"POST", "/health", 405, "Allow", "GET, HEAD"},
 		{"POST", "/readyz", 405, "Allow", "GET, HEAD"},

@@ -41,6 +41,7 @@ func (w *worker) store(_ context.Context, batch []outcome) {
 // after a lost reply the fence refuses the second, and the row tells whose it is.
 func (w *worker) storeKind(kind outcomeKind, outcomes []outcome) {
 	if kind == outcomeNone {
+		w.metrics.refused.Add(float64(len(outcomes)))
 		for _, o := range outcomes {
 			w.finish(o.attempt)
 		}
@@ -116,6 +117,7 @@ func (w *worker) write(kind outcomeKind, outcomes []outcome) (map[uuid.UUID]verd
 	ctx, cancel := context.WithTimeout(w.storing, storeLimit)
 	defer cancel()
 	n := len(outcomes)
+	w.metrics.outcomeRows.Observe(float64(n))
 	ids, attempts := make([]uuid.UUID, n), make([]int32, n)
 	texts, permanents, delays := make([]string, n), make([]bool, n), make([]int64, n)
 	for i, o := range outcomes {
@@ -159,6 +161,8 @@ func (w *worker) conclude(outcomes []outcome, verdicts map[uuid.UUID]verdict) {
 			refused = append(refused, o)
 			continue
 		}
+		w.changed(o.attempt.task.ID)
+		w.metrics.attempt(o.kind, v.status, o.took)
 		w.logOutcome(o, v)
 		if v.status == statusPending && o.kind == outcomeFail {
 			w.retryIn(o.delay)
@@ -219,8 +223,8 @@ func (w *worker) logOutcome(o outcome, v verdict) {
 }
 
 // explainRefused finds out why outcomes changed no row: stored already by a statement
-// whose reply was lost, or no longer this worker's. It only logs; either way there
-// is nothing left to do.
+// whose reply was lost, or no longer this worker's. It only logs and counts; either way
+// there is nothing left to do.
 func (w *worker) explainRefused(outcomes []outcome) {
 	ctx, cancel := context.WithTimeout(w.storing, storeLimit)
 	defer cancel()
@@ -232,19 +236,25 @@ func (w *worker) explainRefused(outcomes []outcome) {
 	if err != nil {
 		w.access.note(err)
 	}
-	own := make(map[uuid.UUID]bool)
+	own := make(map[uuid.UUID]string) // what the attempt left its task in
 	for _, r := range rows {
 		for _, o := range outcomes {
-			if o.attempt.task.ID == r.TaskID {
-				own[r.TaskID] = carries(r, o)
+			if o.attempt.task.ID != r.TaskID || !carries(r, o) {
+				continue
+			}
+			own[r.TaskID] = r.Status
+			if r.Attempt != o.attempt.task.Attempt || r.Status == statusProcessing {
+				own[r.TaskID] = statusPending // and somebody has taken it since
 			}
 		}
 	}
 	for _, o := range outcomes {
 		t := o.attempt.task
-		if own[t.ID] {
+		if status, ok := own[t.ID]; ok {
+			w.metrics.attempt(o.kind, status, o.took)
 			w.log.Info("outcome was stored before", "task_id", t.ID, "attempt", t.Attempt)
 		} else {
+			w.metrics.refused.Inc()
 			w.log.Warn("outcome refused: the task is no longer this worker's", "task_id", t.ID, "name", t.Name, "attempt", t.Attempt)
 		}
 	}

@@ -151,6 +151,25 @@ values:
 	}
 }
 
+// list reads the object or array at pos, whose closing bracket is end, and has read read
+// each of its members or elements.
+func (s *scanner) list(end byte, read func() bool) bool {
+	s.pos++
+	if s.next() != end {
+		for read() && s.next() == ',' {
+			s.pos++
+		}
+		if s.err != nil {
+			return false
+		}
+		if s.next() != end {
+			return s.fail("expected ',' or '" + string(end) + "'")
+		}
+	}
+	s.pos++
+	return true
+}
+
 // push steps into the object (kind 1) or array (kind 0) at pos, as level depth.
 func (s *scanner) push(depth int, kind uint64) {
 	s.pos++

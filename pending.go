@@ -75,6 +75,51 @@ func (s *stream) take(ctx context.Context, queue string, ids []string, minIdle t
 	return messages, nil
 }
 
+// readerAlive is the silence after which a consumer does not count as a reader any more; it
+// appears every second.
+const readerAlive = 5 * time.Second
+
+// appear makes this consumer known in a queue's group and seen just now, which reading does only if
+// there is something to read (before Redis 7.2). It asks for what is pending under its name
+// behind an id that no entry has: nothing. (The largest id of all would mean ">", new entries.)
+// Nobody depends on it but those who look.
+func (s *stream) appear(ctx context.Context, queue string) {
+	ctx, cancel := context.WithTimeout(ctx, commandLimit)
+	defer cancel()
+	const last = "18446744073709551614-0"
+	err := s.fast.XReadGroup(ctx, &redis.XReadGroupArgs{Group: s.group, Consumer: s.consumer, Streams: []string{s.key(queue), last}, Count: 1, Block: -1}).Err()
+	if err != nil && !errors.Is(err, redis.Nil) {
+		s.log.Debug("appear", "queue", queue, "err", err)
+	}
+}
+
+// readers counts the workers of each queue that appeared a moment ago. A queue without a
+// stream has none.
+func (s *stream) readers(ctx context.Context, queues []string) (map[string]int, error) {
+	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
+	defer cancel()
+	cmds := make([]*redis.XInfoConsumersCmd, len(queues))
+	s.fast.Pipelined(ctx, func(p redis.Pipeliner) error { // each command has its own error
+		for i, queue := range queues {
+			cmds[i] = p.XInfoConsumers(ctx, s.key(queue), s.group)
+		}
+		return nil
+	})
+	counts := make(map[string]int, len(queues))
+	for i, cmd := range cmds {
+		consumers, err := cmd.Result()
+		if err != nil && !hasPrefix(err, "NOGROUP") && !strings.Contains(err.Error(), "no such key") {
+			return nil, fmt.Errorf("list consumers: %w", err)
+		}
+		for _, c := range consumers {
+			if c.Idle <= readerAlive {
+				counts[queues[i]]++
+			}
+		}
+	}
+	return counts, nil
+}
+
 // undeliveredAge tells how long the oldest entry that no worker has seen yet has
 // waited, by Redis' own clock; 0 when there is none. It does not use the group's
 // lag, which is null or wrong once entries are deleted (redis/redis#13337).
@@ -108,6 +153,51 @@ func (s *stream) undeliveredAge(ctx context.Context, queue string) (time.Duratio
 		return 0, fmt.Errorf("read entry id %q: %w", oldest[0].ID, err)
 	}
 	return max(0, now.Sub(time.UnixMilli(added))), nil
+}
+
+// A streamDepth is what is in streams.
+type streamDepth struct {
+	length    int64 // entries
+	pending   int64 // of these, delivered and not dropped
+	consumers int   // names of processes, the dead of the last hour among them
+}
+
+// lag is how many entries nobody has seen. Redis' own figure is null or wrong once entries are
+// deleted (redis/redis#13337); acknowledged ones are deleted here, so the rest are undelivered.
+func (d streamDepth) lag() int64 { return max(0, d.length-d.pending) }
+
+// depth sums up the streams of the given queues. While writes fail it does not ask.
+func (s *stream) depth(ctx context.Context, queues []string) (d streamDepth, err error) {
+	if !s.up() {
+		return d, errors.New("inspect streams: redis is away")
+	}
+	lengths, groups := make([]*redis.IntCmd, len(queues)), make([]*redis.XInfoConsumersCmd, len(queues))
+	// The commands' own errors count: one for a stream that is not there yet is none.
+	_, _ = s.fast.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for i, q := range queues {
+			lengths[i] = p.XLen(ctx, s.key(q))
+			groups[i] = p.XInfoConsumers(ctx, s.key(q), s.group)
+		}
+		return nil
+	})
+	names := make(map[string]bool)
+	for i := range queues {
+		n, err := lengths[i].Result()
+		if err != nil {
+			return d, fmt.Errorf("measure stream: %w", err)
+		}
+		d.length += n
+		consumers, err := groups[i].Result()
+		if err != nil && !hasPrefix(err, "NOGROUP") && !strings.Contains(err.Error(), "no such key") {
+			return d, fmt.Errorf("inspect group: %w", err)
+		}
+		for _, c := range consumers {
+			d.pending += c.Pending
+			names[c.Name] = true
+		}
+	}
+	d.consumers = len(names)
+	return d, nil
 }
 
 // nextID is the smallest entry id after id. XPENDING and XRANGE know an exclusive

@@ -138,6 +138,9 @@ func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
 	params := c.ConnConfig.RuntimeParams
 	setDefault(params, "application_name", "nexusflow")
 	setDefault(params, "timezone", "UTC")
+	// The planner takes a statement that must not read a table whole for a dear one, and
+	// compiling it takes longer than running it a thousand times.
+	setDefault(params, "jit", "off")
 	setDefault(params, "statement_timeout", milliseconds(statementTimeout))
 	setDefault(params, "idle_in_transaction_session_timeout", milliseconds(statementTimeout))
 	c.AfterConnect = registerTypes

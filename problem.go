@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"strconv"
 	"strings"
@@ -14,6 +15,9 @@ const (
 
 	// maxReflected is how much of a request target an error repeats, in bytes.
 	maxReflected = 512
+
+	// maxErrors is how many broken rules an answer lists: a batch can break thousands.
+	maxErrors = 100
 )
 
 // A problem is an error as clients see it (RFC 9457). Type is empty where the status
@@ -36,6 +40,7 @@ type httpError struct {
 	title  string
 	detail string
 	header [2]string // one more response header, if its name is not empty
+	errs   fieldErrors
 }
 
 func (e *httpError) Error() string { return e.detail }
@@ -47,14 +52,6 @@ var (
 		title:  "Idempotency-Key is already used",
 		detail: "This Idempotency-Key was already used with a different request. Use a new key for a new task.",
 		header: [2]string{"Link", describedBy},
-	}
-	errTooLarge = &httpError{
-		status: http.StatusRequestEntityTooLarge,
-		name:   "body-too-large",
-		title:  "Request body is too large",
-		detail: "The body is larger than " + strconv.Itoa(maxBodyBytes) + " bytes.",
-		// The rest of the body is not read, so the connection cannot be used again.
-		header: [2]string{"Connection", "close"},
 	}
 	errBodyUnread = &httpError{
 		status: http.StatusBadRequest,
@@ -91,11 +88,33 @@ var (
 	}
 )
 
+// tooLarge refuses a body of more than limit bytes. The rest of it is not read, so the
+// connection cannot be used again.
+func tooLarge(limit int64) *httpError {
+	return &httpError{
+		status: http.StatusRequestEntityTooLarge,
+		name:   "body-too-large",
+		title:  "Request body is too large",
+		detail: "The body is larger than " + strconv.FormatInt(limit, 10) + " bytes.",
+		header: [2]string{"Connection", "close"},
+	}
+}
+
+func invalidKey(detail string, errs fieldErrors) *httpError {
+	return &httpError{
+		status: http.StatusBadRequest,
+		name:   "idempotency-key-invalid",
+		title:  "Idempotency-Key is invalid",
+		detail: detail,
+		header: [2]string{"Link", describedBy},
+		errs:   errs,
+	}
+}
+
 // fail answers with the problem that err stands for. Whatever is not known to be the
 // client's doing comes from the store and is 503: a request that stored nothing may
 // be sent again.
 func (s *server) fail(w http.ResponseWriter, r *http.Request, err error) {
-	var errs fieldErrors
 	e, ok := errors.AsType[*httpError](err)
 	if syntax, is := errors.AsType[*syntaxError](err); is {
 		e = &httpError{
@@ -103,28 +122,31 @@ func (s *server) fail(w http.ResponseWriter, r *http.Request, err error) {
 			name:   "malformed-json",
 			title:  "Request body is not valid JSON",
 			detail: "The body is not valid JSON.",
+			errs:   fieldErrors{{Type: "json_invalid", Loc: []any{"body", syntax.Offset}, Msg: "JSON decode error: " + syntax.Msg}},
 		}
-		errs = fieldErrors{{Type: "json_invalid", Loc: []any{"body", syntax.Offset}, Msg: "JSON decode error: " + syntax.Msg}}
 	} else if fields, is := errors.AsType[fieldErrors](err); is {
 		e = &httpError{
 			status: http.StatusUnprocessableEntity,
 			name:   "validation",
 			title:  "Request validation failed",
 			detail: "The request body is invalid: see errors.",
+			errs:   fields,
 		}
-		errs = fields
+		if fields[0].Loc[0] == "query" {
+			e.detail = "The query is invalid: see errors."
+		}
 	} else if key, is := errors.AsType[*keyError](err); is {
-		e = &httpError{
-			status: http.StatusBadRequest,
-			name:   "idempotency-key-invalid",
-			title:  "Idempotency-Key is invalid",
-			detail: key.Error(),
-			header: [2]string{"Link", describedBy},
-		}
+		e = invalidKey(key.Error(), nil)
 	} else if !ok {
 		e = errUnavailable
 	}
-	writeProblem(w, r, e, errs)
+	if n := len(e.errs); n > maxErrors {
+		cut := *e
+		cut.errs = e.errs[:maxErrors]
+		cut.detail += fmt.Sprintf(" They are %d, of which the first %d are listed.", n, maxErrors)
+		e = &cut
+	}
+	writeProblem(w, r, e, e.errs)
 }
 
 // writeProblem sends e as application/problem+json.

@@ -342,9 +342,11 @@ func TestClaimTasks(t *testing.T) {
 	id := r.task(t, touched, "attempt = 4, retry_count = 1, timeout_ms = 9, traceparent = 'tp', idempotency_key = 'key', error_message = 'old'")
 	var got []db.ClaimTasksRow
 	changed := r.change(t, id, func() { got = r.claim(t, id) })
+	row := r.get(t, id)
 	want := []db.ClaimTasksRow{{
 		TaskID: id, Name: "name", Payload: json.RawMessage(`{"n": 1}`), Queue: "default", Attempt: 5, RetryCount: 1, MaxRetries: 3,
 		TimeoutMS: new(int64(9)), IdempotencyKey: new("key"), Traceparent: new("tp"),
+		RunAt: row.RunAt, ClaimedAt: *row.StartedAt,
 	}}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("claim (-want +got):\n%s", diff)

@@ -111,6 +111,7 @@ type reclaimer struct {
 	stream   *stream
 	queries  *db.Queries
 	access   *access
+	metrics  *metrics
 	inFlight func(message) bool // this process works on the entry
 	wake     func()             // the dispatcher has work
 }
@@ -146,7 +147,7 @@ func (r *reclaimer) reap(ctx context.Context) error {
 			return fmt.Errorf("expire leases: %w", err)
 		}
 		for _, t := range lost {
-			r.logLost(t.TaskID, t.Name, t.Status, t.Attempt, t.LostCount)
+			r.noteLost(t.TaskID, t.Name, t.Status, t.Attempt, t.LostCount)
 		}
 		if len(lost) > 0 {
 			r.wake()
@@ -157,7 +158,9 @@ func (r *reclaimer) reap(ctx context.Context) error {
 	}
 }
 
-func (r *reclaimer) logLost(id uuid.UUID, name, status string, attempt, lostCount int32) {
+// noteLost counts and logs an attempt whose worker is taken for dead.
+func (r *reclaimer) noteLost(id uuid.UUID, name, status string, attempt, lostCount int32) {
+	r.metrics.lost.Inc()
 	r.log.Warn("worker lost", "task_id", id, "name", name, "attempt", attempt, "lost_count", lostCount, "status", status)
 }
 
@@ -216,6 +219,7 @@ func (r *reclaimer) scan(ctx context.Context, queue string) error {
 		if err != nil {
 			return err
 		}
+		r.metrics.reclaimed.Add(float64(len(messages)))
 		if err := r.settle(ctx, messages); err != nil {
 			return err
 		}
@@ -243,7 +247,7 @@ func (r *reclaimer) settle(ctx context.Context, messages []message) error {
 				return fmt.Errorf("expire leases: %w", err)
 			}
 			for _, t := range lost {
-				r.logLost(t.TaskID, t.Name, t.Status, t.Attempt, t.LostCount)
+				r.noteLost(t.TaskID, t.Name, t.Status, t.Attempt, t.LostCount)
 			}
 		}
 		if _, err := r.queries.UnpublishTasks(ctx, ids); err != nil {

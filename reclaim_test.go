@@ -15,6 +15,7 @@ import (
 	"nexusflow/db"
 
 	"github.com/google/uuid"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/redis/go-redis/v9"
 )
 
@@ -153,7 +154,7 @@ func TestReclaimerLeavesLiveLeases(t *testing.T) {
 	queries := db.New(p.lease)
 	access := newAccess(testLog(t), time.Hour)
 	access.since = time.Now().Add(-time.Hour)
-	r := &reclaimer{log: testLog(t), cfg: cfg, stream: s, queries: queries, access: access,
+	r := &reclaimer{log: testLog(t), cfg: cfg, stream: s, queries: queries, access: access, metrics: newMetrics(),
 		inFlight: func(message) bool { return false }, wake: func() {}}
 	r.cfg.PELIdleThreshold = time.Millisecond
 	insert := func(columns string) entry {
@@ -189,6 +190,9 @@ func TestReclaimerLeavesLiveLeases(t *testing.T) {
 		if row.Status != want.status || row.LostCount != want.lost || (row.PublishedAt != nil) != want.marked {
 			t.Errorf("task is %s, published %v; want %+v", describe(row), row.PublishedAt, want)
 		}
+	}
+	if reclaimed, lost := testutil.ToFloat64(r.metrics.reclaimed), testutil.ToFloat64(r.metrics.lost); reclaimed != 5 || lost != 1 {
+		t.Errorf("counted: %v reclaimed, %v lost; want 5, 1", reclaimed, lost)
 	}
 }
 

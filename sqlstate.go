@@ -11,8 +11,9 @@ import (
 
 // The SQLSTATEs that are told apart by name.
 const (
-	readOnly  = "25006" // a standby, or made read-only by its operator
-	stalePlan = "0A000" // a column changed its type under a prepared statement
+	readOnly    = "25006" // a standby, or made read-only by its operator
+	stalePlan   = "0A000" // a column changed its type under a prepared statement
+	tookTooLong = "57014" // statement_timeout, unless a person cancelled the statement
 )
 
 // sqlState returns the SQLSTATE of an error that PostgreSQL reported, else "".

@@ -20,6 +20,10 @@ const (
 	commandLimit = 500 * time.Millisecond // what a dead Redis may cost one command
 	probeEvery   = time.Second
 	maxRead      = 512 // entries of one XREADGROUP, however many slots are free
+
+	// pausedBlock is how long a reader waits at most while a queue of its is paused, so that it
+	// soon notices the resumption.
+	pausedBlock = 500 * time.Millisecond
 )
 
 // A message is one delivery of an entry to this consumer. Having it gives no
@@ -46,9 +50,11 @@ type stream struct {
 	fast     redis.UniversalClient
 	blocking redis.UniversalClient
 	onUp     func() // called when Redis came back, or the group had to be made again
+	reads    bool   // this process is a worker, and so to be counted as a reader of its queues
 
-	down atomic.Int64 // unix nanoseconds since when writes fail, 0 = they work
-	mu   sync.Mutex   // orders changes of down with their log lines
+	paused atomic.Pointer[[]string] // queues that are not read
+	down   atomic.Int64             // unix nanoseconds since when writes fail, 0 = they work
+	mu     sync.Mutex               // orders changes of down with their log lines
 }
 
 // openStream builds the clients; it does not connect. An error never shows the
@@ -73,6 +79,19 @@ func openStream(log *slog.Logger, cfg config, redisURL string) (*stream, error) 
 		blocking: blocking,
 		onUp:     func() {},
 	}, nil
+}
+
+// readable returns the queues that are not paused, and how long a reader of them may wait.
+func (s *stream) readable() ([]queueWeight, time.Duration) {
+	paused := s.paused.Load()
+	if paused == nil || len(*paused) == 0 {
+		return s.queues, s.block
+	}
+	queues := slices.DeleteFunc(slices.Clone(s.queues), func(q queueWeight) bool { return slices.Contains(*paused, q.name) })
+	if len(queues) == len(s.queues) {
+		return queues, s.block
+	}
+	return queues, min(s.block, pausedBlock)
 }
 
 func (s *stream) close() {
@@ -129,6 +148,9 @@ func (s *stream) run(ctx context.Context) error {
 			if err = s.ensure(ctx, q.name); err != nil {
 				break
 			}
+			if s.reads {
+				s.appear(ctx, q.name)
+			}
 		}
 		if ctx.Err() != nil {
 			return nil
@@ -184,17 +206,22 @@ func (s *stream) publish(ctx context.Context, entries []entry) ([]entry, error) 
 	return failed, err
 }
 
-// next returns up to n new messages of the queues, or none after the blocking
+// next returns up to n new messages of the queues that are not paused, or none after the blocking
 // time. Redis cannot tell a cancelled reader from a waiting one, so the end of ctx
 // does not interrupt it (redis/go-redis#2276): the blocking time bounds a shutdown.
 // A missing group is made again, and nothing is returned.
 func (s *stream) next(ctx context.Context, n int) ([]message, error) {
 	n = min(n, maxRead)
-	if len(s.queues) == 1 {
-		return s.read(ctx, s.queues, n, s.block)
+	queues, block := s.readable()
+	switch len(queues) {
+	case 0:
+		sleep(ctx, block)
+		return nil, nil
+	case 1:
+		return s.read(ctx, queues, n, block)
 	}
 	var all []message
-	order := s.shuffled()
+	order := shuffled(queues)
 	total := 0
 	for _, q := range order {
 		total += q.weight
@@ -221,17 +248,17 @@ func (s *stream) next(ctx context.Context, n int) ([]message, error) {
 	}
 	// COUNT holds for each stream of a call, so no more streams than free slots.
 	order = order[:min(n, len(order))]
-	messages, err := s.read(ctx, order, n/len(order), s.block)
+	messages, err := s.read(ctx, order, n/len(order), block)
 	if hasPrefix(err, "CROSSSLOT") { // a cluster: the streams live on different nodes
-		return s.read(ctx, order[:1], n, s.block/time.Duration(len(s.queues)))
+		return s.read(ctx, order[:1], n, block/time.Duration(len(queues)))
 	}
 	return messages, err
 }
 
 // shuffled returns the queues in a random order in which a heavier one is likelier
 // to come early.
-func (s *stream) shuffled() []queueWeight {
-	rest := slices.Clone(s.queues)
+func shuffled(queues []queueWeight) []queueWeight {
+	rest := slices.Clone(queues)
 	order := make([]queueWeight, 0, len(rest))
 	for len(rest) > 0 {
 		total := 0

@@ -26,6 +26,9 @@ type submission struct {
 	Hash       [32]byte   // fingerprint of the request if it has a key, else zero
 }
 
+// due reports whether the task may run at once.
+func (s *submission) due() bool { return s.DelayMS == nil && s.RunAt == nil }
+
 // limits are the bounds of a submission that an operator sets.
 type limits struct {
 	maxTimeout time.Duration // largest timeout_ms
@@ -79,9 +82,11 @@ const (
 
 var memberNames = [memberCount]string{"name", "payload", "idempotency_key", "max_retries", "timeout_ms", "delay_ms", "queue", "run_at"}
 
-// A submitReader holds the members of a request between scanning and checking.
+// A submitReader holds the members of a request for one task between scanning and checking.
 type submitReader struct {
-	size    int // of the body
+	size    int  // of the body, or of the item's text
+	batched bool // it is an item of a batch
+	index   int  // and which
 	members [memberCount]member
 	unknown []string // names as they may be shown
 	errs    fieldErrors
@@ -101,86 +106,51 @@ type member struct {
 // The error is a *syntaxError (400), else fieldErrors with everything that is
 // wrong (422), else a *keyError because the only keys were blank ones (400).
 func parseSubmission(body []byte, headerKey keyHeader, lim limits) (submission, error) {
+	s := scanner{src: string(body)}
 	r := submitReader{size: len(body)}
-	if err := r.scan(string(body)); err != nil {
-		return submission{}, err
+	if !r.scan(&s) || !s.end() {
+		return submission{}, s.err
 	}
-	// A composite literal evaluates in this order, which is that of the errors.
-	sub := submission{
-		Name:       r.name(),
-		Payload:    r.payload(),
-		Key:        cmp.Or(headerKey.key, r.key()),
-		MaxRetries: r.retries(),
-		TimeoutMS:  r.integer(memberTimeout, 1, lim.maxTimeout.Milliseconds()),
-		DelayMS:    r.integer(memberDelay, 0, maxDelay.Milliseconds()),
-		Queue:      r.queue(lim.queues),
-		RunAt:      r.runAt(time.Now()),
-	}
-	for _, name := range r.unknown {
-		r.addError("extra_forbidden", name, "Extra inputs are not permitted")
-	}
-	switch {
-	case len(r.errs) > 0:
+	sub := r.check(lim)
+	if len(r.errs) > 0 {
 		return submission{}, r.errs
-	case sub.Key != "":
-		sub.Hash = r.fingerprint(sub.Name, sub.Payload)
-	case headerKey.present || r.members[memberKey].text != "":
-		return submission{}, &keyError{"an idempotency key cannot be blank"}
+	}
+	sub.Key = cmp.Or(headerKey.key, sub.Key)
+	if err := r.seal(&sub, headerKey.present); err != nil {
+		return submission{}, err
 	}
 	return sub, nil
 }
 
-// scan divides the body into its members. Its error is a *syntaxError, or fieldErrors if
-// the body is no object.
-func (r *submitReader) scan(body string) error {
-	s := scanner{src: body}
+// scan divides the text at s.pos into its members, or notes as its only error that it is no
+// object. It reports false at a syntax error, which is in s.
+func (r *submitReader) scan(s *scanner) bool {
 	if s.next() != '{' {
-		if !s.value() || !s.end() {
-			return s.err
-		}
-		return fieldErrors{{"model_attributes_type", []any{"body"}, "Input should be an object"}}
+		r.errs = fieldErrors{{"model_attributes_type", r.loc(), "Input should be an object"}}
+		return s.value()
 	}
-	s.pos++
-	if s.next() == '}' {
-		return r.finish(&s)
-	}
-	for {
+	ok := s.list('}', func() bool {
 		if !s.member() {
-			return s.err
+			return false
 		}
 		m := r.find(s.name, s.escaped)
 		s.next()
 		start := s.pos
 		if !s.value() {
-			return s.err
+			return false
 		}
 		if m != nil {
 			*m = member{s.src[start:s.pos], s.facts}
 		}
-		if s.next() != ',' {
-			return r.finish(&s)
-		}
-		s.pos++
-	}
-}
-
-// finish reads the brace that closes the body. A null stands for a member that was not
-// sent, but for the name, which has to be.
-func (r *submitReader) finish(s *scanner) error {
-	if s.next() != '}' {
-		s.fail("expected ',' or '}'")
-		return s.err
-	}
-	s.pos++
-	if !s.end() {
-		return s.err
-	}
+		return true
+	})
+	// A null stands for a member that was not sent, but for the name, which has to be.
 	for i := range r.members {
 		if i != memberName && r.members[i].text == "null" {
 			r.members[i] = member{}
 		}
 	}
-	return nil
+	return ok
 }
 
 // find returns the member of that name, or notes the name as unknown and returns nil.
@@ -191,17 +161,68 @@ func (r *submitReader) find(name string, escaped bool) *member {
 	if i := slices.Index(memberNames[:], name); i >= 0 {
 		return &r.members[i]
 	}
-	if len(r.unknown) < maxUnknown {
-		if name = showName(name); !slices.Contains(r.unknown, name) {
-			r.unknown = append(r.unknown, name)
+	r.unknown = addUnknown(r.unknown, name)
+	return nil
+}
+
+// addUnknown appends the name of an unknown member, as it may be shown, to those met before.
+func addUnknown(names []string, name string) []string {
+	if len(names) < maxUnknown {
+		if name = showName(name); !slices.Contains(names, name) {
+			names = append(names, name)
 		}
 	}
+	return names
+}
+
+// check returns the submission that the members make up, with the key among them, and
+// notes all that is wrong with them, unless it is known already that they are none.
+func (r *submitReader) check(lim limits) submission {
+	if len(r.errs) > 0 {
+		return submission{}
+	}
+	// A composite literal evaluates in this order, which is that of the errors.
+	sub := submission{
+		Name:       r.name(),
+		Payload:    r.payload(),
+		Key:        r.key(),
+		MaxRetries: r.retries(),
+		TimeoutMS:  r.integer(memberTimeout, 1, lim.maxTimeout.Milliseconds()),
+		DelayMS:    r.integer(memberDelay, 0, maxDelay.Milliseconds()),
+		Queue:      r.queue(lim.queues),
+		RunAt:      r.runAt(time.Now()),
+	}
+	for _, name := range r.unknown {
+		r.addError("extra_forbidden", name, "Extra inputs are not permitted")
+	}
+	return sub
+}
+
+// seal sets the fingerprint of a valid submission whose key is decided on. It returns
+// errBlankKey if there is none although one was sent, in the header or among the members:
+// whoever sends a blank key believes to be protected.
+func (r *submitReader) seal(sub *submission, header bool) error {
+	if sub.Key == "" {
+		if header || r.members[memberKey].text != "" {
+			return errBlankKey
+		}
+		return nil
+	}
+	sub.Hash = r.fingerprint(sub.Name, sub.Payload)
 	return nil
 }
 
 // addError notes what is wrong with a member.
 func (r *submitReader) addError(kind, member, msg string) {
-	r.errs = append(r.errs, fieldError{kind, []any{"body", member}, msg})
+	r.errs = append(r.errs, fieldError{kind, r.loc(member), msg})
+}
+
+// loc tells where in the body the task is, or one of its members.
+func (r *submitReader) loc(member ...any) []any {
+	if r.batched {
+		return append([]any{"body", "tasks", r.index}, member...)
+	}
+	return append([]any{"body"}, member...)
 }
 
 // text returns the string that member i is, or false if it was not sent or is not a
@@ -220,6 +241,7 @@ func (r *submitReader) text(i int) (string, bool) {
 	return m.text[1 : len(m.text)-1], true
 }
 
+// name returns the name of the task, "" if it is wrong.
 func (r *submitReader) name() string {
 	if r.members[memberName].text == "" {
 		r.addError("missing", "name", "Field required")
@@ -240,8 +262,10 @@ func (r *submitReader) name() string {
 		r.addError("string_pattern_mismatch", "name", "String should not contain control characters")
 	case strings.TrimSpace(name) == "":
 		r.addError("string_pattern_mismatch", "name", "String should not be white space only")
+	default:
+		return name
 	}
-	return name
+	return ""
 }
 
 // payload returns the text of the payload if it can be stored.
@@ -330,10 +354,8 @@ func (r *submitReader) runAt(now time.Time) *time.Time {
 	if !ok {
 		return nil
 	}
-	// RFC 3339 allows small letters, and time.Parse more than RFC 3339: a comma, and an
-	// hour of one digit (golang/go#54580).
-	t, err := time.Parse(time.RFC3339, strings.ToUpper(text))
-	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' {
+	t, ok := parseTime(text)
+	if !ok {
 		r.addError("datetime_parsing", "run_at", "Input should be an RFC 3339 date and time with a UTC offset")
 		return nil
 	}
@@ -341,7 +363,18 @@ func (r *submitReader) runAt(now time.Time) *time.Time {
 		r.addError("less_than_equal", "run_at", fmt.Sprintf("Input should be at most %d days ahead", maxDelay/(24*time.Hour)))
 		return nil
 	}
-	return new(t.UTC())
+	return &t
+}
+
+// parseTime reads an RFC 3339 time from the year 1 on and returns it in UTC.
+func parseTime(text string) (time.Time, bool) {
+	// RFC 3339 allows small letters, and time.Parse more than RFC 3339: a comma, and an
+	// hour of one digit (golang/go#54580).
+	t, err := time.Parse(time.RFC3339, strings.ToUpper(text))
+	if err != nil || strings.Contains(text, ",") || text[len("2006-01-02T0")] == ':' || t.UTC().Year() < 1 {
+		return time.Time{}, false
+	}
+	return t.UTC(), true
 }
 
 func isQueueName(s string) bool {

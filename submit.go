@@ -12,6 +12,8 @@ import (
 	"sync"
 
 	"github.com/google/uuid"
+
+	"nexusflow/db"
 )
 
 // maxPooledBody is the largest buffer that is kept for the next request: a few large
@@ -42,19 +44,21 @@ func (p *bufferPool) put(b *bytes.Buffer) {
 func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 	sub, err := s.readSubmission(w, r)
 	if err != nil {
+		s.metrics.invalid.Inc()
 		s.fail(w, r, err)
 		return
 	}
 	h, ok := s.handlers.find(sub.Name)
 	if !ok {
-		s.fail(w, r, s.unknownTask())
+		s.metrics.invalid.Inc()
+		s.fail(w, r, fieldErrors{s.unknownTask([]any{"body", "name"})})
 		return
 	}
 	if s.backlogged.Load() {
 		s.fail(w, r, errBacklog)
 		return
 	}
-	id, err := uuid.NewV7()
+	task, err := prepare(sub, h, traceparent(r.Header.Get("Traceparent")))
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -63,36 +67,47 @@ func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 	// connection, which pgx closes when a context ends under it (jackc/pgx#1894).
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), submitLimit)
 	defer cancel()
-	task := &waiter{
-		ctx:         ctx,
-		id:          id,
-		sub:         sub,
-		queue:       cmp.Or(sub.Queue, h.queue, defaultQueue),
-		maxRetries:  h.maxRetries,
-		traceparent: traceparent(r.Header.Get("Traceparent")),
-		done:        make(chan receipt, 1),
-	}
-	if sub.MaxRetries != nil {
-		task.maxRetries = *sub.MaxRetries
-	}
+	task.ctx, task.done = ctx, make(chan receipt, 1)
 	o := s.intake.submit(task)
 	if o.err != nil {
 		s.fail(w, r, o.err)
 		return
 	}
-	writeAccepted(w, o, sub.Key)
+	writeAccepted(w, o, sub.Key, s.awaitAccepted(w, r, o.id))
 }
 
-// unknownTask returns the error for a name without a handler: a typo must never
+// prepare returns the task that is to be stored for a submission: with an id, and with
+// what its handler says where the submission is silent.
+func prepare(sub submission, h *handler, traceparent string) (*waiter, error) {
+	id, err := uuid.NewV7()
+	if err != nil {
+		return nil, err
+	}
+	task := &waiter{
+		id:          id,
+		sub:         sub,
+		queue:       cmp.Or(sub.Queue, h.queue, defaultQueue),
+		maxRetries:  h.maxRetries,
+		traceparent: traceparent,
+	}
+	if sub.MaxRetries != nil {
+		task.maxRetries = *sub.MaxRetries
+	}
+	return task, nil
+}
+
+// unknownTask returns the error for a name, at loc, without a handler: a typo must never
 // become a dead task.
-func (s *server) unknownTask() error {
-	msg := "There is no such task; known names: " + strings.Join(s.handlers.names(), ", ")
-	return fieldErrors{{Type: "unknown_task", Loc: []any{"body", "name"}, Msg: msg}}
+func (s *server) unknownTask(loc []any) fieldError {
+	return fieldError{"unknown_task", loc, "There is no such task; known names: " + strings.Join(s.handlers.names(), ", ")}
 }
 
-// writeAccepted answers with the task as the original did: five members, of which status
-// is "accepted" for a new task and the current one for a replay.
-func writeAccepted(w http.ResponseWriter, o receipt, key string) {
+// writeAccepted answers with the task as the original did. now is the task after a wait, else
+// nil; what came of it follows when it has ended.
+func writeAccepted(w http.ResponseWriter, o receipt, key string, now *db.Task) {
+	if now != nil {
+		o.status = now.Status
+	}
 	h := w.Header()
 	id := o.id.String()
 	h.Set("Location", "/tasks/"+id)
@@ -100,50 +115,65 @@ func writeAccepted(w http.ResponseWriter, o receipt, key string) {
 	if o.replayed {
 		code = http.StatusOK
 		h.Set("Idempotent-Replayed", "true")
-	} else {
+	} else if !terminal(o.status) {
 		h.Set("Retry-After", "1")
 	}
 	b := make([]byte, 0, 160+len(o.name)+len(key))
+	b = appendReceipt(b, id, &o, key)
+	if now != nil && terminal(now.Status) {
+		b = appendJSON(append(b, `,"result":`...), now.Result)
+		b = appendText(append(b, `,"error_message":`...), now.ErrorMessage)
+	}
+	writeBody(w, code, "application/json", append(b, '}'))
+}
+
+// appendReceipt appends the original's five members, of which status is "accepted" for a new
+// task and the current one for a replay, and leaves the object open.
+func appendReceipt(b []byte, id string, o *receipt, key string) []byte {
 	b = append(append(b, `{"task_id":"`...), id...)
 	b = appendString(append(b, `","name":`...), o.name)
 	b = appendString(append(b, `,"status":`...), cmp.Or(o.status, "accepted"))
 	b = appendTime(append(b, `,"accepted_at":`...), &o.created)
 	b = append(b, `,"idempotency_key":`...)
-	if key != "" {
-		b = appendString(b, key)
-	} else {
-		b = append(b, "null"...)
+	if key == "" {
+		return append(b, "null"...)
 	}
-	writeBody(w, code, "application/json", append(b, '}'))
+	return appendString(b, key)
 }
 
 // readSubmission checks a request in a fixed order, so that of several errors
 // a client always sees the same one.
 func (s *server) readSubmission(w http.ResponseWriter, r *http.Request) (submission, error) {
-	if err := checkMedia(r.Header); err != nil {
-		return submission{}, err
-	}
-	if r.ContentLength > maxBodyBytes {
-		return submission{}, errTooLarge
-	}
-	key, err := parseKeyHeader(r.Header.Values("Idempotency-Key"))
+	key, err := readHead(r, maxBodyBytes)
 	if err != nil {
 		return submission{}, err
 	}
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
-	if err := readBody(buf, w, r); err != nil {
+	if err := readBody(buf, w, r, maxBodyBytes); err != nil {
 		return submission{}, err
 	}
 	// The submission holds copies only, so the buffer may go back.
 	return parseSubmission(buf.Bytes(), key, s.limits)
 }
 
-// readBody reads a body of at most maxBodyBytes, however it is framed.
-func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request) error {
-	_, err := io.Copy(buf, http.MaxBytesReader(w, r.Body, maxBodyBytes))
+// readHead checks what can be known before the body, of at most limit bytes, is read, and
+// returns the key in the header.
+func readHead(r *http.Request, limit int64) (keyHeader, error) {
+	if err := checkMedia(r.Header); err != nil {
+		return keyHeader{}, err
+	}
+	if r.ContentLength > limit {
+		return keyHeader{}, tooLarge(limit)
+	}
+	return parseKeyHeader(r.Header.Values("Idempotency-Key"))
+}
+
+// readBody reads a body of at most limit bytes, however it is framed.
+func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit int64) error {
+	_, err := io.Copy(buf, http.MaxBytesReader(w, r.Body, limit))
 	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return errTooLarge
+		return tooLarge(limit)
 	}
 	if err != nil {
 		return errBodyUnread

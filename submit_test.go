@@ -9,11 +9,13 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"nexusflow/db"
 )
 
-// Rows 1-10, 16-30, 32-35 and 41 of the truth table of idempotency: what one client can
+// Rows 1-10, 16-30, 32-34 and 39-41 of the truth table of idempotency: what one client can
 // see. 11-15 and 36-38 have tests of their own, 31 is net/http's answer and is among
-// the raw requests; 39 and 40 need retention and retry.
+// the raw requests.
 func TestTruthTable(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), nil)
@@ -25,6 +27,18 @@ func TestTruthTable(t *testing.T) {
 		want   string // of the answer: status, or the last part of the problem's type
 		echo   string // idempotency_key of the answer
 		set    string // SQL run on the row's tasks before the request
+		before func(t *testing.T, id string)
+	}
+	purge := func(t *testing.T, id string) {
+		got, err := db.New(g.pools.api).DeleteFinished(t.Context(), db.DeleteFinishedParams{MaxRows: 1000, AgeMS: time.Hour.Milliseconds()})
+		if err != nil || got.Deleted != 1 {
+			t.Fatalf("retention deleted %d tasks, %v, want one", got.Deleted, err)
+		}
+	}
+	retry := func(t *testing.T, id string) {
+		if a := g.do(t, "POST", "/tasks/"+id+"/retry", ""); a.status != 202 || a.str("attempt") != "4" {
+			t.Fatalf("retry = %d %s, want 202 with the attempt kept", a.status, a.body)
+		}
 	}
 	const (
 		accepted = "accepted"
@@ -123,6 +137,15 @@ func TestTruthTable(t *testing.T) {
 			{key: []string{"$"}, body: `,`, status: 400, want: "malformed-json"},
 			{key: []string{"$"}, status: 202, want: accepted, echo: "$"},
 		}, 1},
+		{"39 deleted by retention", []request{
+			{key: []string{"$"}, body: first, status: 202, want: accepted, echo: "$"},
+			{key: []string{"$"}, body: first, status: 202, want: accepted, echo: "$", set: "status = 'completed', finished_at = now() - interval '2 h'", before: purge},
+		}, 1},
+		{"40 failed, then retried", []request{
+			{key: []string{"$"}, body: first, status: 202, want: accepted, echo: "$"},
+			{key: []string{"$"}, body: first, status: 200, want: "pending", echo: "$", set: "status = 'failed', attempt = 4, retry_count = 3", before: retry},
+			{key: []string{"$"}, body: `,"payload":{}`, status: 422, want: reused},
+		}, 1},
 		{"41 no fingerprint", []request{
 			{key: []string{"$"}, body: first, status: 202, want: accepted, echo: "$"},
 			{key: []string{"$"}, body: `,"payload":{"z":0}`, status: 200, want: "pending", echo: "$", set: "request_hash = NULL"},
@@ -134,6 +157,9 @@ func TestTruthTable(t *testing.T) {
 			for i, r := range row.requests {
 				if r.set != "" {
 					g.exec(t, "UPDATE tasks SET updated_at = now(), "+r.set+" WHERE name = $1", own)
+				}
+				if r.before != nil {
+					r.before(t, id)
 				}
 				fill := func(s string) string { return strings.ReplaceAll(s, "$", strings.Fields(row.row)[0]) }
 				header := []string{"Content-Type", "application/json"}
@@ -173,8 +199,9 @@ func TestTruthTable(t *testing.T) {
 			}
 		})
 	}
-	// A replay publishes nothing: that is one entry for each row, no more.
-	if entries, rows := len(g.published()), g.number(t, "SELECT count(*) FROM tasks"); entries != rows {
+	// A replay publishes nothing: that is one entry for each row, no more, but for the row that
+	// retention deleted and the one that was retried.
+	if entries, rows := len(g.published()), g.number(t, "SELECT count(*) FROM tasks"); entries != rows+2 {
 		t.Errorf("%d entries for %d rows", entries, rows)
 	}
 }

@@ -18,10 +18,15 @@ const (
 	statusCancelled  = "cancelled"
 )
 
+var statuses = []string{statusPending, statusProcessing, statusCompleted, statusFailed, statusCancelled}
+
 const (
 	maxNameLen     = 128     // code points in a task name
 	maxKeyLen      = 255     // characters in an idempotency key
-	maxBodyBytes   = 1 << 20 // a submit request
+	maxBodyBytes   = 1 << 20 // a submit request, and a payload in a batch
+	maxBatchBytes  = 8 << 20 // a batch of them
+	maxBatchTasks  = 500     // items in a batch
+	maxBatchKeyLen = 240     // characters in the idempotency key of a batch, before [499] is added
 	maxResultBytes = 1 << 20 // a handler's result as JSON
 	maxErrorBytes  = 4 << 10 // error_message; the tail of longer text is kept
 	maxRetryLimit  = 100     // the largest max_retries a submitter may ask for

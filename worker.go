@@ -36,7 +36,10 @@ type worker struct {
 	stream   *stream
 	handlers *handlerTable
 	access   *access
-	retryIn  func(time.Duration) // a retry of this process falls due
+	metrics  *metrics
+	retryIn  func(time.Duration)   // a retry of this process falls due
+	changed  func(uuid.UUID)       // a task's change by this worker is committed
+	refused  func(context.Context) // claims were refused because a queue is paused
 
 	slots    chan struct{} // one token per free slot
 	outcomes *batcher[outcome]
@@ -52,7 +55,7 @@ type worker struct {
 	entries map[message]struct{}   // delivered, not dropped
 }
 
-func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stream, h *handlerTable, a *access) *worker {
+func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stream, h *handlerTable, a *access, m *metrics) *worker {
 	w := &worker{
 		log:      log,
 		cfg:      cfg,
@@ -61,13 +64,17 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 		stream:   s,
 		handlers: h,
 		access:   a,
+		metrics:  m,
 		retryIn:  func(time.Duration) {},
+		changed:  func(uuid.UUID) {},
+		refused:  func(context.Context) {},
 		slots:    make(chan struct{}, cfg.WorkerConcurrency),
 		held:     make(map[uuid.UUID]*attempt),
 		entries:  make(map[message]struct{}),
 	}
 	w.storing, w.stopStoring = context.WithCancel(context.Background())
 	w.release(cfg.WorkerConcurrency)
+	m.workers.Set(float64(cfg.WorkerConcurrency))
 	w.outcomes = newBatcher(outcomeBatch, w.store)
 	w.locked = newBatcher(outcomeBatch, w.storeLocked)
 	w.drops = newBatcher(dropBatch, w.flushDrops)
@@ -170,11 +177,43 @@ func (w *worker) take(ctx context.Context, messages []message) {
 			return
 		}
 	}
-	// Whatever no row came back for is taken, done, not due, unknown, or a copy.
+	if !w.unpublishRefused(ctx, messages) {
+		w.giveBack(messages)
+		return
+	}
+	// Whatever no row came back for is taken, done, not due, unknown, a copy, or unpublished.
+	w.countUnknown(messages)
 	for _, m := range messages {
 		w.drop(m)
 	}
 	w.release(len(messages))
+}
+
+// countUnknown counts those messages that name a task which is not in the table. Entries are
+// added after the commit, so these tell of commits that were lost, as in a failover. It
+// costs a statement, but only where claims were refused.
+func (w *worker) countUnknown(messages []message) {
+	var ids []uuid.UUID
+	for _, m := range messages {
+		if m.taskID != uuid.Nil {
+			ids = append(ids, m.taskID)
+		}
+	}
+	if len(ids) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	rows, err := w.claims.TasksByID(ctx, ids)
+	if err != nil {
+		w.log.Debug("look for unclaimed tasks", "count", len(ids), "err", err)
+		return
+	}
+	for _, id := range ids {
+		if !slices.ContainsFunc(rows, func(r db.TasksByIDRow) bool { return r.TaskID == id }) {
+			w.metrics.unknown.Inc()
+		}
+	}
 }
 
 // claimEach claims tasks in one statement, and in smaller ones when PostgreSQL refuses
@@ -210,6 +249,7 @@ func without(ids []uuid.UUID, rows []db.ClaimTasksRow) []uuid.UUID {
 func (w *worker) claim(ctx context.Context, ids []uuid.UUID) ([]db.ClaimTasksRow, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeLimit)
 	defer cancel()
+	w.metrics.claimRows.Observe(float64(len(ids)))
 	args := db.ClaimTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), Worker: w.cfg.ConsumerName, TaskIDs: ids}
 	rows, err := w.claims.ClaimTasks(ctx, args)
 	if crowdedOut(err) { // somebody holds one of the rows, which must not hold up the others
@@ -362,18 +402,6 @@ func (w *worker) drain(deadline time.Time) {
 	}
 	if left := w.each(func(*attempt) bool { return true }); left > 0 {
 		w.log.Error("outcomes not stored before the end", "count", left)
-	}
-}
-
-// doneBefore waits for done until deadline and reports whether it came.
-func doneBefore(done <-chan struct{}, deadline time.Time) bool {
-	t := time.NewTimer(time.Until(deadline))
-	defer t.Stop()
-	select {
-	case <-done:
-		return true
-	case <-t.C:
-		return false
 	}
 }
 

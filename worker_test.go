@@ -269,7 +269,7 @@ func TestUnknownNameFails(t *testing.T) {
 
 	table := &handlerTable{}
 	cfg := fastConfig(t)
-	w := newWorker(testLog(t), cfg, nil, nil, nil, table, newAccess(discardLog(), time.Second))
+	w := newWorker(testLog(t), cfg, nil, nil, nil, table, newAccess(discardLog(), time.Second), newMetrics())
 	a := &attempt{w: w, task: task{Name: "nobody", Payload: json.RawMessage(`{}`)}, ctx: context.Background()}
 	_, err := a.call()
 	o := a.outcome(nil, err)

@@ -10,6 +10,16 @@ import (
 	"github.com/google/uuid"
 )
 
+// What operators decided about queues; one that nobody ever paused has no row
+type Queue struct {
+	// As in tasks.queue
+	Queue string
+	// No task of the queue begins to run; what runs goes on, and new tasks are accepted
+	Paused bool
+	// When it was paused or resumed last
+	ChangedAt time.Time
+}
+
 // A task and all that is known of it: the record that everything else hints at. A plain INSERT of name and payload submits one.
 type Task struct {
 	// UUID; time-ordered (version 7) when the service made it

@@ -12,6 +12,16 @@ import (
 	"github.com/google/uuid"
 )
 
+const allowTime = `-- name: AllowTime :exec
+SELECT set_config('statement_timeout', ($1::bigint)::text, true)
+`
+
+// AllowTime gives the statements of the rest of this transaction another statement_timeout, in milliseconds.
+func (q *Queries) AllowTime(ctx context.Context, timeoutMs int64) error {
+	_, err := q.db.Exec(ctx, allowTime, timeoutMs)
+	return err
+}
+
 const attemptOutcomes = `-- name: AttemptOutcomes :many
 SELECT task_id, attempt, status, attempts FROM tasks
 WHERE task_id = ANY($1::uuid[])
@@ -51,7 +61,7 @@ func (q *Queries) AttemptOutcomes(ctx context.Context, taskIds []uuid.UUID) ([]A
 }
 
 const backlogAge = `-- name: BacklogAge :one
-WITH RECURSIVE q AS (
+WITH RECURSIVE published AS (
     (SELECT f.queue FROM tasks f
      WHERE f.status = 'pending' AND f.published_at IS NOT NULL
      ORDER BY f.queue LIMIT 1)
@@ -59,23 +69,35 @@ WITH RECURSIVE q AS (
     SELECT (SELECT n.queue FROM tasks n
             WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
             ORDER BY n.queue LIMIT 1)
-    FROM q WHERE q.queue IS NOT NULL
+    FROM published q WHERE q.queue IS NOT NULL
+), unpublished AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM unpublished q WHERE q.queue IS NOT NULL
 ), oldest AS (
     SELECT (SELECT p.run_at FROM tasks p
             WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
             ORDER BY p.published_at LIMIT 1) AS run_at
-    FROM q WHERE q.queue IS NOT NULL
+    FROM published q
+    WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     UNION ALL
-    (SELECT u.run_at FROM tasks u
-     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
-     ORDER BY u.run_at LIMIT 1)
+    SELECT (SELECT u.run_at FROM tasks u
+            WHERE u.status = 'pending' AND u.published_at IS NULL AND u.queue = q.queue AND u.run_at <= now()
+            ORDER BY u.run_at LIMIT 1)
+    FROM unpublished q
+    WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
 )
 SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest
 `
 
 // BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
-// none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
-// without an entry.
+// none is. It reads two rows of each queue: the one whose entry is oldest, and the oldest
+// without an entry. A paused queue does not count: its tasks wait because somebody wants it.
 func (q *Queries) BacklogAge(ctx context.Context) (int64, error) {
 	row := q.db.QueryRow(ctx, backlogAge)
 	var age_ms int64
@@ -206,15 +228,24 @@ func (q *Queries) CancelRequests(ctx context.Context, taskIds []uuid.UUID) ([]uu
 }
 
 const claimDueTasks = `-- name: ClaimDueTasks :many
-WITH unpublished AS (
-    SELECT u.task_id FROM tasks u
-    WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now() AND u.queue = ANY($3::text[])
+WITH q AS (
+    SELECT g.name FROM (SELECT unnest($3::text[]) COLLATE "C" AS name) g
+    WHERE g.name <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+), unpublished AS (
+    SELECT u.task_id
+    FROM q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id, w.run_at FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.run_at
+        LIMIT $4::int
+        FOR UPDATE SKIP LOCKED
+    ) u
     ORDER BY u.run_at
     LIMIT $4::int
-    FOR UPDATE SKIP LOCKED
 ), published AS (
     SELECT p.task_id
-    FROM (SELECT unnest($3::text[]) AS name) q
+    FROM q
     CROSS JOIN LATERAL (
         SELECT w.task_id FROM tasks w
         WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
@@ -236,7 +267,8 @@ SET status = 'processing',
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
-RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent
+    AND t.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent, t.run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimDueTasksParams struct {
@@ -257,11 +289,13 @@ type ClaimDueTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
-// given queues straight from the table. Those without an entry come first, then
-// queue by queue in the order given, oldest first.
+// given queues, as far as they are not paused, straight from the table. Those without an entry
+// come first, then queue by queue in the order given, oldest first.
 func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([]ClaimDueTasksRow, error) {
 	rows, err := q.db.Query(ctx, claimDueTasks,
 		arg.LeaseMS,
@@ -287,6 +321,8 @@ func (q *Queries) ClaimDueTasks(ctx context.Context, arg ClaimDueTasksParams) ([
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -309,7 +345,8 @@ SET status = 'processing',
 WHERE task_id = ANY($3::uuid[])
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent
+    AND queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimTasksParams struct {
@@ -329,11 +366,13 @@ type ClaimTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimTasks takes those of the given tasks that are pending and due (T2) and raises
 // their fence. A task that does not come back must not be run: it is taken, done, not
-// due, or gone.
+// due, gone, or in a paused queue. Which queues are paused is read once, not for each row.
 func (q *Queries) ClaimTasks(ctx context.Context, arg ClaimTasksParams) ([]ClaimTasksRow, error) {
 	rows, err := q.db.Query(ctx, claimTasks, arg.LeaseMS, arg.Worker, arg.TaskIDs)
 	if err != nil {
@@ -354,6 +393,8 @@ func (q *Queries) ClaimTasks(ctx context.Context, arg ClaimTasksParams) ([]Claim
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -380,7 +421,8 @@ WHERE task_id = ANY(ARRAY(
     ))
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent
+    AND queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at
 `
 
 type ClaimUnlockedTasksParams struct {
@@ -400,6 +442,8 @@ type ClaimUnlockedTasksRow struct {
 	TimeoutMS      *int64
 	IdempotencyKey *string
 	Traceparent    *string
+	RunAt          time.Time
+	ClaimedAt      time.Time
 }
 
 // ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
@@ -425,6 +469,8 @@ func (q *Queries) ClaimUnlockedTasks(ctx context.Context, arg ClaimUnlockedTasks
 			&i.TimeoutMS,
 			&i.IdempotencyKey,
 			&i.Traceparent,
+			&i.RunAt,
+			&i.ClaimedAt,
 		); err != nil {
 			return nil, err
 		}
@@ -491,6 +537,60 @@ func (q *Queries) CompleteTasks(ctx context.Context, arg CompleteTasksParams) ([
 		return nil, err
 	}
 	return items, nil
+}
+
+const countEndedTasks = `-- name: CountEndedTasks :one
+SELECT count(*) FILTER (WHERE status = 'completed')::bigint AS completed,
+    count(*) FILTER (WHERE status = 'failed')::bigint AS failed,
+    count(*) FILTER (WHERE status = 'cancelled')::bigint AS cancelled
+FROM tasks
+`
+
+type CountEndedTasksRow struct {
+	Completed int64
+	Failed    int64
+	Cancelled int64
+}
+
+// CountEndedTasks counts the tasks that have ended. It reads the whole table: an index on status
+// would have to be written at every step of every task.
+func (q *Queries) CountEndedTasks(ctx context.Context) (CountEndedTasksRow, error) {
+	row := q.db.QueryRow(ctx, countEndedTasks)
+	var i CountEndedTasksRow
+	err := row.Scan(&i.Completed, &i.Failed, &i.Cancelled)
+	return i, err
+}
+
+const countOpenTasks = `-- name: CountOpenTasks :one
+SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
+        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
+    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
+    (SELECT count(*) FROM tasks d
+     WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+        AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue)))::bigint AS overdue,
+    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired
+`
+
+type CountOpenTasksRow struct {
+	Pending    int64
+	Processing int64
+	Overdue    int64
+	Expired    int64
+}
+
+// CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
+// costs grows with them and not with the table. overdue are due, have no stream entry and
+// are in no paused queue, expired are processing under a lease that has passed: at rest there are none of either.
+func (q *Queries) CountOpenTasks(ctx context.Context) (CountOpenTasksRow, error) {
+	row := q.db.QueryRow(ctx, countOpenTasks)
+	var i CountOpenTasksRow
+	err := row.Scan(
+		&i.Pending,
+		&i.Processing,
+		&i.Overdue,
+		&i.Expired,
+	)
+	return i, err
 }
 
 const deleteFinished = `-- name: DeleteFinished :one
@@ -889,15 +989,15 @@ WITH RECURSIVE q AS (
     FROM q WHERE q.queue IS NOT NULL
 )
 SELECT q.queue::text AS queue FROM q
-WHERE q.queue IS NOT NULL
+WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     AND EXISTS (
         SELECT FROM tasks o
         WHERE o.status = 'pending' AND o.queue = q.queue AND o.published_at < now() - ($1::bigint) * interval '1 millisecond'
     )
 `
 
-// OverdueQueues names the queues that have tasks published longer ago than the given age:
-// one index probe a queue, however many tasks wait.
+// OverdueQueues names the queues that have tasks published longer ago than the given age
+// and are not paused: one index probe a queue, however many tasks wait.
 func (q *Queries) OverdueQueues(ctx context.Context, ageMs int64) ([]string, error) {
 	rows, err := q.db.Query(ctx, overdueQueues, ageMs)
 	if err != nil {
@@ -982,6 +1082,7 @@ const sweepPublished = `-- name: SweepPublished :many
 WITH stale AS (
     SELECT s.task_id FROM tasks s
     WHERE s.status = 'pending' AND s.queue = $2 AND s.published_at < now() - ($1::bigint) * interval '1 millisecond'
+        AND s.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     ORDER BY s.published_at
     LIMIT $3::int
     FOR UPDATE SKIP LOCKED
@@ -1028,12 +1129,30 @@ func (q *Queries) SweepPublished(ctx context.Context, arg SweepPublishedParams) 
 }
 
 const sweepUnpublished = `-- name: SweepUnpublished :many
-WITH due AS (
-    SELECT d.task_id FROM tasks d
-    WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), due AS (
+    SELECT d.task_id
+    FROM (
+        SELECT o.queue FROM q o
+        WHERE o.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+    ) o
+    CROSS JOIN LATERAL (
+        SELECT w.task_id, w.run_at FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NULL AND w.queue = o.queue AND w.run_at <= now()
+        ORDER BY w.run_at
+        LIMIT $1::int
+        FOR UPDATE SKIP LOCKED
+    ) d
     ORDER BY d.run_at
     LIMIT $1::int
-    FOR UPDATE SKIP LOCKED
 )
 UPDATE tasks t
 SET published_at = now()
@@ -1049,7 +1168,8 @@ type SweepUnpublishedRow struct {
 }
 
 // SweepUnpublished marks due tasks that have no stream entry as published (T8); the caller
-// adds the entries, and undoes the mark with UnpublishTasks where that failed.
+// adds the entries, and undoes the mark with UnpublishTasks where that failed. It goes from
+// queue to queue, so that those of a paused one, however many, are not even looked at.
 func (q *Queries) SweepUnpublished(ctx context.Context, maxRows int32) ([]SweepUnpublishedRow, error) {
 	rows, err := q.db.Query(ctx, sweepUnpublished, maxRows)
 	if err != nil {
@@ -1082,7 +1202,8 @@ type TasksByIDRow struct {
 	Published bool
 }
 
-// TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost.
+// TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost,
+// and about entries that nobody can claim.
 func (q *Queries) TasksByID(ctx context.Context, taskIds []uuid.UUID) ([]TasksByIDRow, error) {
 	rows, err := q.db.Query(ctx, tasksByID, taskIds)
 	if err != nil {

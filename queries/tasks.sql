@@ -43,7 +43,8 @@ FROM tasks
 WHERE idempotency_key = ANY(@idempotency_keys::text[]);
 
 -- name: TasksByID :many
--- TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost.
+-- TasksByID tells which of the given tasks exist; asked after an INSERT whose reply was lost,
+-- and about entries that nobody can claim.
 SELECT task_id, created_at, (published_at IS NOT NULL)::bool AS published
 FROM tasks
 WHERE task_id = ANY(@task_ids::uuid[]);
@@ -55,7 +56,7 @@ SELECT * FROM tasks WHERE task_id = @task_id;
 -- name: ClaimTasks :many
 -- ClaimTasks takes those of the given tasks that are pending and due (T2) and raises
 -- their fence. A task that does not come back must not be run: it is taken, done, not
--- due, or gone.
+-- due, gone, or in a paused queue. Which queues are paused is read once, not for each row.
 UPDATE tasks
 SET status = 'processing',
     attempt = attempt + 1,
@@ -66,7 +67,8 @@ SET status = 'processing',
 WHERE task_id = ANY(@task_ids::uuid[])
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+    AND queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at;
 
 -- name: ClaimUnlockedTasks :many
 -- ClaimUnlockedTasks is ClaimTasks that passes over rows that somebody holds locked, for use
@@ -86,21 +88,31 @@ WHERE task_id = ANY(ARRAY(
     ))
     AND status = 'pending'
     AND run_at <= now()
-RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent;
+    AND queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING task_id, name, payload, queue, attempt, retry_count, max_retries, timeout_ms, idempotency_key, traceparent, run_at, now()::timestamptz AS claimed_at;
 
 -- name: ClaimDueTasks :many
 -- ClaimDueTasks is ClaimTasks without the stream: it takes a page of due tasks of the
--- given queues straight from the table. Those without an entry come first, then
--- queue by queue in the order given, oldest first.
-WITH unpublished AS (
-    SELECT u.task_id FROM tasks u
-    WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now() AND u.queue = ANY(@queues::text[])
+-- given queues, as far as they are not paused, straight from the table. Those without an entry
+-- come first, then queue by queue in the order given, oldest first.
+WITH q AS (
+    SELECT g.name FROM (SELECT unnest(@queues::text[]) COLLATE "C" AS name) g
+    WHERE g.name <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+), unpublished AS (
+    SELECT u.task_id
+    FROM q
+    CROSS JOIN LATERAL (
+        SELECT w.task_id, w.run_at FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NULL AND w.run_at <= now() AND w.queue = q.name
+        ORDER BY w.run_at
+        LIMIT @max_rows::int
+        FOR UPDATE SKIP LOCKED
+    ) u
     ORDER BY u.run_at
     LIMIT @max_rows::int
-    FOR UPDATE SKIP LOCKED
 ), published AS (
     SELECT p.task_id
-    FROM (SELECT unnest(@queues::text[]) AS name) q
+    FROM q
     CROSS JOIN LATERAL (
         SELECT w.task_id FROM tasks w
         WHERE w.status = 'pending' AND w.published_at IS NOT NULL AND w.run_at <= now() AND w.queue = q.name
@@ -122,7 +134,8 @@ SET status = 'processing',
 WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
     AND t.status = 'pending'
     AND t.run_at <= now()
-RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent;
+    AND t.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+RETURNING t.task_id, t.name, t.payload, t.queue, t.attempt, t.retry_count, t.max_retries, t.timeout_ms, t.idempotency_key, t.traceparent, t.run_at, now()::timestamptz AS claimed_at;
 
 -- name: BeatTasks :many
 -- BeatTasks renews the leases of held attempts (T3), also of one that has expired but was
@@ -287,13 +300,32 @@ RETURNING t.task_id, t.name, t.status, t.attempt, t.lost_count;
 
 -- name: SweepUnpublished :many
 -- SweepUnpublished marks due tasks that have no stream entry as published (T8); the caller
--- adds the entries, and undoes the mark with UnpublishTasks where that failed.
-WITH due AS (
-    SELECT d.task_id FROM tasks d
-    WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+-- adds the entries, and undoes the mark with UnpublishTasks where that failed. It goes from
+-- queue to queue, so that those of a paused one, however many, are not even looked at.
+WITH RECURSIVE q AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM q WHERE q.queue IS NOT NULL
+), due AS (
+    SELECT d.task_id
+    FROM (
+        SELECT o.queue FROM q o
+        WHERE o.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+    ) o
+    CROSS JOIN LATERAL (
+        SELECT w.task_id, w.run_at FROM tasks w
+        WHERE w.status = 'pending' AND w.published_at IS NULL AND w.queue = o.queue AND w.run_at <= now()
+        ORDER BY w.run_at
+        LIMIT @max_rows::int
+        FOR UPDATE SKIP LOCKED
+    ) d
     ORDER BY d.run_at
     LIMIT @max_rows::int
-    FOR UPDATE SKIP LOCKED
 )
 UPDATE tasks t
 SET published_at = now()
@@ -303,8 +335,8 @@ WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM due))
 RETURNING t.task_id, t.queue;
 
 -- name: OverdueQueues :many
--- OverdueQueues names the queues that have tasks published longer ago than the given age:
--- one index probe a queue, however many tasks wait.
+-- OverdueQueues names the queues that have tasks published longer ago than the given age
+-- and are not paused: one index probe a queue, however many tasks wait.
 WITH RECURSIVE q AS (
     (SELECT f.queue FROM tasks f
      WHERE f.status = 'pending' AND f.published_at IS NOT NULL
@@ -316,7 +348,7 @@ WITH RECURSIVE q AS (
     FROM q WHERE q.queue IS NOT NULL
 )
 SELECT q.queue::text AS queue FROM q
-WHERE q.queue IS NOT NULL
+WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     AND EXISTS (
         SELECT FROM tasks o
         WHERE o.status = 'pending' AND o.queue = q.queue AND o.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
@@ -328,6 +360,7 @@ WHERE q.queue IS NOT NULL
 WITH stale AS (
     SELECT s.task_id FROM tasks s
     WHERE s.status = 'pending' AND s.queue = @queue AND s.published_at < now() - (@age_ms::bigint) * interval '1 millisecond'
+        AND s.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     ORDER BY s.published_at
     LIMIT @max_rows::int
     FOR UPDATE SKIP LOCKED
@@ -378,9 +411,9 @@ SELECT (SELECT count(*) FROM gone)::int AS deleted,
 
 -- name: BacklogAge :one
 -- BacklogAge tells for how many milliseconds the longest waiting due task has been due; 0 if
--- none is. It reads one row of each queue: the one whose entry is oldest, and the oldest
--- without an entry.
-WITH RECURSIVE q AS (
+-- none is. It reads two rows of each queue: the one whose entry is oldest, and the oldest
+-- without an entry. A paused queue does not count: its tasks wait because somebody wants it.
+WITH RECURSIVE published AS (
     (SELECT f.queue FROM tasks f
      WHERE f.status = 'pending' AND f.published_at IS NOT NULL
      ORDER BY f.queue LIMIT 1)
@@ -388,15 +421,51 @@ WITH RECURSIVE q AS (
     SELECT (SELECT n.queue FROM tasks n
             WHERE n.status = 'pending' AND n.published_at IS NOT NULL AND n.queue > q.queue
             ORDER BY n.queue LIMIT 1)
-    FROM q WHERE q.queue IS NOT NULL
+    FROM published q WHERE q.queue IS NOT NULL
+), unpublished AS (
+    (SELECT f.queue FROM tasks f
+     WHERE f.status = 'pending' AND f.published_at IS NULL
+     ORDER BY f.queue LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.queue FROM tasks n
+            WHERE n.status = 'pending' AND n.published_at IS NULL AND n.queue > q.queue
+            ORDER BY n.queue LIMIT 1)
+    FROM unpublished q WHERE q.queue IS NOT NULL
 ), oldest AS (
     SELECT (SELECT p.run_at FROM tasks p
             WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
             ORDER BY p.published_at LIMIT 1) AS run_at
-    FROM q WHERE q.queue IS NOT NULL
+    FROM published q
+    WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
     UNION ALL
-    (SELECT u.run_at FROM tasks u
-     WHERE u.status = 'pending' AND u.published_at IS NULL AND u.run_at <= now()
-     ORDER BY u.run_at LIMIT 1)
+    SELECT (SELECT u.run_at FROM tasks u
+            WHERE u.status = 'pending' AND u.published_at IS NULL AND u.queue = q.queue AND u.run_at <= now()
+            ORDER BY u.run_at LIMIT 1)
+    FROM unpublished q
+    WHERE q.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
 )
 SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS age_ms FROM oldest;
+
+-- name: CountOpenTasks :one
+-- CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
+-- costs grows with them and not with the table. overdue are due, have no stream entry and
+-- are in no paused queue, expired are processing under a lease that has passed: at rest there are none of either.
+SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
+        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
+    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
+    (SELECT count(*) FROM tasks d
+     WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+        AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue)))::bigint AS overdue,
+    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired;
+
+-- name: CountEndedTasks :one
+-- CountEndedTasks counts the tasks that have ended. It reads the whole table: an index on status
+-- would have to be written at every step of every task.
+SELECT count(*) FILTER (WHERE status = 'completed')::bigint AS completed,
+    count(*) FILTER (WHERE status = 'failed')::bigint AS failed,
+    count(*) FILTER (WHERE status = 'cancelled')::bigint AS cancelled
+FROM tasks;
+
+-- name: AllowTime :exec
+-- AllowTime gives the statements of the rest of this transaction another statement_timeout, in milliseconds.
+SELECT set_config('statement_timeout', (@timeout_ms::bigint)::text, true);
