@@ -202,13 +202,13 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	m := newMetrics()
 	publisher := newPublisher(log, s, db.New(p.work))
 	loop("publisher", publisher.run)
-	loop("redis probe", s.run)
 	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth, readers: s.readers}, m)
 	loop("submitter", srv.run)
 	drained := func(time.Time) {}
 	if cfg.Worker {
 		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, m, srv.changed)
 	}
+	loop("redis probe", s.run) // calls what startWorker has set
 
 	hs := srv.httpServer()
 	g.Go(func() error {
