@@ -20,10 +20,10 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// otherPools matches the last statement of the service's connections that are not of the
-// lease pool. Of that pool some may have run no statement of ours yet; they are left alone.
-const otherPools = `application_name = 'nexusflow' AND query ~ 'goose_db_version|` +
-	`name: (InsertTasks|TasksBy|GetTask|Claim|Sweep|OverdueQueues|Unpublish|DeleteFinished|BacklogAge)'`
+// otherPools matches the service's connections that are not of the lease pool, by the last
+// statement. Of that pool some may have run no statement yet; they are left alone.
+const otherPools = `application_name = 'nexusflow' AND query <> '' AND query !~ ` +
+	`'name: (Beat|Complete|Fail|Release|CancelRequests|AttemptOutcomes|Expire)'`
 
 // PostgreSQL has no connection left for requests: they are refused, and what runs goes on over
 // the connections that leases have to themselves.
