@@ -47,17 +47,19 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 	limit := time.NewTimer(slotLimit)
 	defer limit.Stop()
 	select {
-	case in.bundles <- struct{}{}:
-		defer func() { <-in.bundles }()
+	case in.slots <- struct{}{}:
+		defer func() { <-in.slots }()
 	case <-limit.C:
 		return nil, errBusy
 	}
+	in.metrics.submitRows.Observe(float64(len(rows)))
 	b, err := in.storeBundle(ctx, rows)
 	if !timedOut(err) {
 		in.note(err)
 	}
 	if badData(err) && !repeatable(err) {
 		in.log.Warn("batch not storable", "count", len(ws), "err", err)
+		in.metrics.invalid.Inc()
 		err = errUnstorable
 	}
 	if err != nil {

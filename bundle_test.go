@@ -449,7 +449,7 @@ func TestBatchDrain(t *testing.T) {
 	if _, err := fmt.Fprintf(conn, "POST /tasks/batch HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", len(body), body); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "both wait", func() bool { return len(g.server.intake.bundles) == 2 })
+	eventually(t, "both wait", func() bool { return len(g.server.intake.slots) == 2 })
 	conn.Close()
 	g.server.drain()
 	stopped := make(chan error, 1)

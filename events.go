@@ -101,7 +101,7 @@ func (s *server) taskEvents(w http.ResponseWriter, r *http.Request) {
 	given := r.PathValue("task_id")
 	id, ok := taskID(given)
 	if !ok {
-		writeProblem(w, r, taskNotFound(given), nil)
+		s.fail(w, r, taskNotFound(given))
 		return
 	}
 	if err := noQuery(r.URL); err != nil {
@@ -116,7 +116,7 @@ func (s *server) taskEvents(w http.ResponseWriter, r *http.Request) {
 	defer s.lobby.leave(p)
 	t, err := s.readTask(r.Context(), id)
 	if errors.Is(err, pgx.ErrNoRows) {
-		writeProblem(w, r, taskNotFound(given), nil)
+		s.fail(w, r, taskNotFound(given))
 		return
 	}
 	if err != nil {

@@ -156,6 +156,7 @@ func (f *feed) wanted() bool {
 	f.active.Store(wanted)
 	if !wanted {
 		f.ready, f.known = false, nil
+		f.events, f.size = nil, 0
 		clear(f.hinted)
 	}
 	return wanted

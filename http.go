@@ -112,8 +112,8 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("GET /stats", s.stats)
 		s.mux.HandleFunc("POST /tasks/{task_id}/cancel", s.cancelTask)
 		s.mux.HandleFunc("POST /tasks/{task_id}/retry", s.retryTask)
-		s.mux.HandleFunc("POST /tasks/cancel", s.cancelTasks)
-		s.mux.HandleFunc("POST /tasks/retry", s.retryTasks)
+		s.mux.HandleFunc("POST "+cancelPath, s.cancelTasks)
+		s.mux.HandleFunc("POST "+retryPath, s.retryTasks)
 		s.mux.HandleFunc("GET /queues", s.listQueues)
 		s.mux.HandleFunc("POST /queues/{queue}/pause", s.pauseQueue)
 		s.mux.HandleFunc("POST /queues/{queue}/resume", s.resumeQueue)
@@ -206,7 +206,7 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	given := r.PathValue("task_id")
 	id, ok := taskID(given)
 	if !ok {
-		writeProblem(w, r, taskNotFound(given), nil)
+		s.fail(w, r, taskNotFound(given))
 		return
 	}
 	wait, err := requestedWait(r)
@@ -216,13 +216,11 @@ func (s *server) showTask(w http.ResponseWriter, r *http.Request) {
 	}
 	t, waited, err := s.currentTask(w, r, id, wait)
 	if errors.Is(err, pgx.ErrNoRows) {
-		writeProblem(w, r, taskNotFound(given), nil)
+		s.fail(w, r, taskNotFound(given))
 		return
 	}
 	if err != nil {
-		if r.Context().Err() == nil { // else nobody is there any more
-			s.fail(w, r, err)
-		}
+		s.fail(w, r, err)
 		return
 	}
 	tag := etag(&t)

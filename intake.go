@@ -51,8 +51,7 @@ type intake struct {
 
 	aside   sync.WaitGroup
 	waiting atomic.Int32  // rows beside the batches
-	slots   chan struct{} // connections they may hold, so that reads are left some
-	bundles chan struct{} // connections that batch requests may hold
+	slots   chan struct{} // connections that they and batch requests may hold, so that reads are left some
 	mu      sync.Mutex
 	held    map[string][]*waiter // the keys beside the batches, and who came for them meanwhile
 
@@ -70,7 +69,6 @@ func newIntake(log *slog.Logger, p *pools, h hints, m *metrics) *intake {
 		metrics: m,
 		slots:   make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
 		held:    make(map[string][]*waiter),
-		bundles: make(chan struct{}, max(1, p.api.Config().MaxConns/4)),
 	}
 	in.batch = newBatcher(batchRows, in.flush)
 	return in

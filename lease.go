@@ -95,7 +95,7 @@ func (w *worker) renew(ctx context.Context, held []*attempt) error {
 func (w *worker) watch(ctx context.Context) error {
 	trust := time.NewTicker(w.cfg.Lease / 20)
 	defer trust.Stop()
-	requests := time.NewTicker(w.cfg.SweepInterval)
+	requests := time.NewTicker(min(w.cfg.SweepInterval, time.Second)) // a cancel is felt within two
 	defer requests.Stop()
 	for {
 		select {

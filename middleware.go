@@ -31,7 +31,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if thrown != nil && thrown != http.ErrAbortHandler {
 			s.log.Error("panic in request", "route", route(pattern), "request_id", id, "err", thrown, "stack", string(debug.Stack()))
 			if sw.status == 0 {
-				writeProblem(sw, r, errInternal, nil)
+				writeProblem(sw, r, errInternal)
 				thrown = nil
 			}
 		}
@@ -63,7 +63,11 @@ func (s *server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 // method is unknown. The mux alone would take batch in GET /tasks/batch for a task's id,
 // and name GET in the Allow of its other methods.
 func (s *server) find(r *http.Request) (http.Handler, string) {
-	if r.URL.Path == batchPath && r.Method != http.MethodPost && s.cfg.Gateway {
+	switch r.URL.Path {
+	case batchPath, cancelPath, retryPath:
+		if r.Method == http.MethodPost || !s.cfg.Gateway {
+			break
+		}
 		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Allow", http.MethodPost)
 			w.WriteHeader(http.StatusMethodNotAllowed)
@@ -152,14 +156,14 @@ func unmatched(w http.ResponseWriter, r *http.Request, answer http.Handler) {
 	case http.StatusMethodNotAllowed:
 		w.Header().Set("Allow", rec.header.Get("Allow"))
 		detail := "The " + reflected(r.Method) + " method is not allowed here."
-		writeProblem(w, r, &httpError{status: rec.status, detail: detail}, nil)
+		writeProblem(w, r, &httpError{status: rec.status, detail: detail})
 	case http.StatusNotFound:
-		writeProblem(w, r, errNotFound, nil)
+		writeProblem(w, r, errNotFound)
 	default:
 		if to := rec.header.Get("Location"); to != "" {
 			w.Header().Set("Location", to)
 		}
-		writeProblem(w, r, &httpError{status: rec.status, detail: http.StatusText(rec.status)}, nil)
+		writeProblem(w, r, &httpError{status: rec.status, detail: http.StatusText(rec.status)})
 	}
 }
 

@@ -28,6 +28,7 @@ const (
 func (s *server) cancelTask(w http.ResponseWriter, r *http.Request) {
 	t, done, err := s.change(r, (*db.Queries).CancelTask)
 	if done {
+		s.changed(t.TaskID)
 		s.log.Info("cancel requested", "task_id", t.TaskID, "name", t.Name, "attempt", t.Attempt, "status", t.Status)
 	}
 	switch {
@@ -50,6 +51,7 @@ func (s *server) retryTask(w http.ResponseWriter, r *http.Request) {
 	case err != nil:
 		s.fail(w, r, err)
 	case done:
+		s.changed(t.TaskID)
 		s.log.Info("task retried by request", "task_id", t.TaskID, "name", t.Name, "attempt", t.Attempt)
 		if s.hints.up() {
 			s.hints.publish([]entry{{t.TaskID, t.Queue}})
@@ -192,7 +194,9 @@ func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []stri
 			break // nobody waits for the answer
 		}
 		if err := b.advance(ctx, do); err != nil {
-			s.intake.note(errUnless(err, timedOut))
+			if !timedOut(err) {
+				s.intake.note(err)
+			}
 			s.fail(w, r, err)
 			return nil, false
 		}

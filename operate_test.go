@@ -487,3 +487,16 @@ func FuzzBulkQuery(f *testing.F) {
 		}
 	})
 }
+
+// The paths of what is done to many tasks are no ids of tasks.
+func TestBulkMethods(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	for _, path := range []string{cancelPath, retryPath} {
+		for _, method := range []string{"GET", "PUT", "DELETE"} {
+			if a := g.do(t, method, path, ""); a.status != 405 || a.header.Get("Allow") != "POST" {
+				t.Errorf("%s %s = %d, Allow %q; want 405, POST", method, path, a.status, a.header.Get("Allow"))
+			}
+		}
+	}
+}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -8,6 +9,10 @@ import (
 	"strconv"
 	"strings"
 )
+
+// statusGone is what the log and the metrics say of a request whose client hung up before it
+// could be answered: no fault of the service, which 503 would be. It is never sent.
+const statusGone = 499
 
 const (
 	problemURN  = "urn:nexusflow:problem:"
@@ -146,11 +151,14 @@ func (s *server) fail(w http.ResponseWriter, r *http.Request, err error) {
 		cut.detail += fmt.Sprintf(" They are %d, of which the first %d are listed.", n, maxErrors)
 		e = &cut
 	}
-	writeProblem(w, r, e, e.errs)
+	writeProblem(w, r, e)
+	if sw, ok := w.(*statusWriter); ok && errors.Is(err, context.Canceled) && r.Context().Err() != nil {
+		sw.status = statusGone
+	}
 }
 
 // writeProblem sends e as application/problem+json.
-func writeProblem(w http.ResponseWriter, r *http.Request, e *httpError, errs fieldErrors) {
+func writeProblem(w http.ResponseWriter, r *http.Request, e *httpError) {
 	h := w.Header()
 	if e.header[0] != "" {
 		h.Set(e.header[0], e.header[1])
@@ -162,7 +170,7 @@ func writeProblem(w http.ResponseWriter, r *http.Request, e *httpError, errs fie
 		Detail:    e.detail,
 		Instance:  reflected(r.URL.EscapedPath()),
 		RequestID: h.Get("X-Request-Id"),
-		Errors:    errs,
+		Errors:    e.errs,
 	}
 	if e.name != "" {
 		p.Type = problemURN + e.name

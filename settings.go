@@ -87,7 +87,7 @@ func (c *config) settings() []setting {
 		{name: "WEBHOOK_SECRETS", secret: true, set: list(&c.WebhookSecrets, checkWebhookSecret), meaning: "comma list; calls to URL handlers are signed with each"},
 		{name: "TASK_RETENTION", def: "720h", set: spanOrOff(&c.TaskRetention, day, 100*365*day), meaning: "age at which ended tasks and their idempotency keys are deleted; at least 24h; 0 keeps them"},
 		{name: "SHUTDOWN_GRACE", def: "25s", set: span(&c.ShutdownGrace, 0, time.Hour), meaning: "how long running tasks may go on after SIGTERM"},
-		{name: "API_KEYS", secret: true, set: list(&c.APIKeys, checkToken), meaning: "comma list of bearer tokens that may submit and read; empty = open"},
+		{name: "API_KEYS", secret: true, set: list(&c.APIKeys, checkToken), meaning: "comma list of bearer tokens that may submit, operate and read; empty = open"},
 		{name: "READ_API_KEYS", secret: true, set: list(&c.ReadAPIKeys, checkToken), meaning: "comma list of bearer tokens that may only read"},
 		{name: "ALLOW_ANONYMOUS", def: "false", set: toggle(&c.AllowAnonymous), meaning: "listen beyond this machine without API keys"},
 		{name: "MAX_BACKLOG_AGE", def: "0", set: spanOrOff(&c.MaxBacklogAge, time.Millisecond, 30*day), meaning: "answer 429 while the oldest due task has waited longer; 0 = never"},

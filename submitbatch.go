@@ -7,7 +7,12 @@ import (
 	"strconv"
 )
 
-const batchPath = "/tasks/batch"
+// The paths of what is done to many tasks at once: of POST only.
+const (
+	batchPath  = "/tasks/batch"
+	cancelPath = "/tasks/cancel"
+	retryPath  = "/tasks/retry"
+)
 
 // submitBatch answers POST /tasks/batch. With 202 and 200 every item has a task that is
 // committed in PostgreSQL; with any other answer nothing was created.

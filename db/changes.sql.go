@@ -37,7 +37,7 @@ FROM (
     (SELECT r.task_id, r.status, r.retry_count, r.updated_at FROM tasks r
      WHERE r.status = 'processing'
      ORDER BY r.lease_until DESC
-     LIMIT 8 * $1::int)
+     LIMIT (SELECT 8 * $1::int))
     UNION ALL
     SELECT s.task_id, s.status, s.retry_count, s.updated_at
     FROM waiting w
@@ -45,7 +45,7 @@ FROM (
         SELECT u.task_id, u.status, u.retry_count, u.updated_at FROM tasks u
         WHERE u.status = 'pending' AND u.published_at IS NULL AND u.queue = w.queue AND u.run_at < now() + interval '1 minute'
         ORDER BY u.run_at
-        LIMIT $1::int
+        LIMIT (SELECT $1::int)
     ) s
     WHERE w.queue IS NOT NULL
     UNION ALL
@@ -55,14 +55,14 @@ FROM (
         SELECT p.task_id, p.status, p.retry_count, p.updated_at FROM tasks p
         WHERE p.status = 'pending' AND p.published_at IS NOT NULL AND p.queue = q.queue
         ORDER BY p.published_at
-        LIMIT $1::int
+        LIMIT (SELECT $1::int)
     ) h
     WHERE q.queue IS NOT NULL
     UNION ALL
     (SELECT c.task_id, c.status, c.retry_count, c.updated_at FROM tasks c
      WHERE c.task_id >= $2::uuid AND c.task_id < $3::uuid
      ORDER BY c.task_id DESC
-     LIMIT $1::int)
+     LIMIT (SELECT $1::int))
 ) l
 `
 
@@ -84,7 +84,8 @@ type LiveTasksRow struct {
 // running tasks, those that are due soon without a stream entry, the heads of the
 // queues, and what the service created between two moments, which are given as the UUIDs
 // (version 7) they begin with. It takes at most max_rows of each, of running tasks eight times
-// as many, and one task perhaps twice.
+// as many, and one task perhaps twice. The planner does not see these numbers, and so reads in the
+// order of the indexes also while it has no statistics.
 func (q *Queries) LiveTasks(ctx context.Context, arg LiveTasksParams) ([]LiveTasksRow, error) {
 	rows, err := q.db.Query(ctx, liveTasks, arg.MaxRows, arg.FromID, arg.ToID)
 	if err != nil {
