@@ -15,7 +15,7 @@ BEGIN
     IF EXISTS (
         SELECT FROM pg_stat_progress_create_index b
         JOIN pg_locks l ON l.pid = b.pid AND l.database = b.datid
-        WHERE l.locktype = 'relation' AND l.relation = to_regclass('tasks')
+        WHERE b.datname = current_database() AND l.locktype = 'relation' AND l.relation = to_regclass('tasks')
     ) THEN
         RAISE EXCEPTION 'an index on tasks is being built: wait for its end' USING ERRCODE = 'lock_not_available';
     END IF;
