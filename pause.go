@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -68,6 +69,7 @@ func (g *gate) ask(ctx context.Context) {
 // say any more that it has an entry (T9). The sweep leaves the row alone until the
 // resumption, and the stream is not read again before that, so that nothing goes round in
 // circles. It waits until PostgreSQL has answered; false means that ctx ended first, and nothing may be dropped.
+// A refusal is an answer: the row then waits for REPUBLISH_AFTER, which finds it.
 func (w *worker) unpublishRefused(ctx context.Context, messages []message) bool {
 	var ids []uuid.UUID
 	for _, m := range messages {
@@ -80,10 +82,10 @@ func (w *worker) unpublishRefused(ctx context.Context, messages []message) bool 
 		n, err := w.claims.UnpublishRefused(limited, ids)
 		cancel()
 		w.access.note(err)
-		if err == nil {
-			if n > 0 {
-				w.refused(ctx)
-			}
+		if n > 0 {
+			w.refused(ctx)
+		}
+		if !storeAway(err) && !errors.Is(err, context.Canceled) {
 			break
 		}
 		if !sleep(ctx, reconnect.delay(failures)) {

@@ -221,6 +221,7 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			return expect("CancelTasks", 1+int(got.Cancelled), err)
 		},
 		func() error { _, err := q.HasKeyIndex(ctx); return err },
+		func() error { _, err := q.MissingGrants(ctx); return err },
 		func() error { _, err := q.TryLock(ctx, 1); return err },
 		func() error { _, err := q.Unlock(ctx, 1); return err },
 	} {

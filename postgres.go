@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
@@ -273,7 +274,9 @@ const migrationLockTimeout = 3 * time.Second
 // migrate brings the schema up to this program's version, creating or adopting tables as
 // needed. Any number of processes may call it at once: a session lock lets one at a
 // time work, which needs a direct connection, not a transaction pooler. A table
-// in use is tried again until ctx ends. A newer schema is left alone: later versions only add.
+// in use, or one on which somebody builds an index, is tried again until ctx ends. A newer
+// schema is left alone: later versions take away no table and no column, so this
+// program works on it. They may replace an index, which costs it a plan and no more.
 func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
 	c, _, err := poolConfig(dsn)
 	if err != nil {
@@ -287,7 +290,7 @@ func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
 	if err != nil {
 		return fmt.Errorf("migrate: %w", err)
 	}
-	for {
+	for told := false; ; told = true {
 		done, err := p.Up(ctx)
 		if partial, ok := errors.AsType[*goose.PartialError](err); ok {
 			done = partial.Applied
@@ -298,10 +301,12 @@ func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
 		if err == nil {
 			break
 		}
-		if sqlState(err) != "55P03" {
+		if !crowdedOut(err) {
 			return fmt.Errorf("migrate: %w", err)
 		}
-		log.Warn("migration waits for a table that is in use", "err", err)
+		if !told {
+			log.Warn("migration waits for a table that is in use", "err", err)
+		}
 		if !sleep(ctx, time.Second) {
 			return context.Cause(ctx)
 		}
@@ -367,7 +372,7 @@ func onConn(conn *sql.Conn, ask func(*db.Queries) (bool, error)) (ok bool, err e
 }
 
 // checkSchema returns nil when the schema is complete and at least as new as this
-// program. It changes nothing and costs two small reads.
+// program, and the role of the pool may use it. It changes nothing and costs three small reads.
 func checkSchema(ctx context.Context, pool *pgxpool.Pool) error {
 	unique, err := db.New(pool).HasKeyIndex(ctx)
 	if err != nil {
@@ -375,6 +380,13 @@ func checkSchema(ctx context.Context, pool *pgxpool.Pool) error {
 	}
 	if !unique {
 		return errors.New("check schema: no tasks table with unique idempotency keys: run goose up")
+	}
+	grants, err := db.New(pool).MissingGrants(ctx)
+	if err != nil {
+		return fmt.Errorf("check schema: %w", err)
+	}
+	if len(grants) > 0 {
+		return fmt.Errorf("check schema: the role of DATABASE_URL lacks rights: %s", strings.Join(grants, "; "))
 	}
 	handle := stdlib.OpenDBFromPool(pool)
 	defer handle.Close()

@@ -279,6 +279,35 @@ func runSQL(ctx context.Context, pool *pgxpool.Pool, statement string) error {
 	return err
 }
 
+// A refusal to free the rows of refused messages is an answer: it is told of once, the messages
+// are dropped and the worker goes on.
+func TestUnpublishIsRefused(t *testing.T) {
+	t.Parallel()
+	cfg := fastConfig(t)
+	p := testPools(t)
+	r := record{db.New(p.work), p.work}
+	var out syncBuffer
+	access := newAccess(slog.New(slog.NewTextHandler(&out, nil)), time.Second)
+	w := newWorker(testLog(t), cfg, r.Queries, r.Queries, testStream(t), newHandlerTable(cfg), access, newMetrics())
+	w.refused = func(context.Context) { t.Error("the gate was asked, though no row changed") }
+	id := r.task(t, "queue = 'stopped'", touched)
+	if _, err := r.PauseQueue(t.Context(), "stopped"); err != nil {
+		t.Fatal(err)
+	}
+	execute(t, connect(t, p.api.Config().ConnString()), `
+		CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'refused' USING ERRCODE = 'insufficient_privilege'; END $$;
+		CREATE TRIGGER refuse BEFORE UPDATE ON tasks FOR EACH ROW EXECUTE FUNCTION refuse()`)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	for range 2 {
+		w.acquire(ctx)
+		w.take(ctx, []message{{id: "1-1", queue: "stopped", taskID: id}})
+	}
+	if n := strings.Count(out.String(), "refused (SQLSTATE 42501)"); ctx.Err() != nil || len(w.drops.queue) != 2 || n != 1 {
+		t.Errorf("took until %v, %d messages dropped, told %d times; want 2 dropped at once and one line: %s", ctx.Err(), len(w.drops.queue), n, out.String())
+	}
+}
+
 // Field case 127: after a failover the pool holds connections to what is a standby now.
 func TestReadOnlyConnectionsAreDropped(t *testing.T) {
 	t.Parallel()

@@ -24,6 +24,38 @@ func (q *Queries) HasKeyIndex(ctx context.Context) (bool, error) {
 	return present, err
 }
 
+const missingGrants = `-- name: MissingGrants :many
+SELECT format('GRANT %s ON %s TO %I', string_agg(p.privilege, ', ' ORDER BY p.privilege), to_regclass(t.name), current_user)::text AS statement
+FROM unnest(ARRAY['tasks', 'queues', 'goose_db_version']) AS t (name)
+CROSS JOIN unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS p (privilege)
+WHERE NOT has_table_privilege(to_regclass(t.name), p.privilege)
+    AND (t.name = 'tasks' OR p.privilege = 'SELECT' OR (t.name = 'queues' AND p.privilege <> 'DELETE'))
+GROUP BY t.name
+ORDER BY t.name
+`
+
+// MissingGrants lists the statements that would give this role what it lacks of the rights a process
+// needs, whatever its roles: one for each table. A table that is not there is left out.
+func (q *Queries) MissingGrants(ctx context.Context) ([]string, error) {
+	rows, err := q.db.Query(ctx, missingGrants)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []string
+	for rows.Next() {
+		var statement string
+		if err := rows.Scan(&statement); err != nil {
+			return nil, err
+		}
+		items = append(items, statement)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const tryLock = `-- name: TryLock :one
 SELECT pg_try_advisory_lock($1::bigint) AS locked
 `

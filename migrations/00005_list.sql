@@ -9,6 +9,19 @@ DO $$
 DECLARE
     unfinished text;
 BEGIN
+    -- An index that is still being built looks like one that a broken run left. Dropping it
+    -- would make all that use the table queue for the end of the build, so that is waited for
+    -- first, without a lock. pg_locks tells of the sessions of every role.
+    IF EXISTS (
+        SELECT FROM pg_stat_progress_create_index b
+        JOIN pg_locks l ON l.pid = b.pid AND l.database = b.datid
+        WHERE b.datname = current_database() AND l.locktype = 'relation' AND l.relation = to_regclass('tasks')
+    ) THEN
+        RAISE EXCEPTION 'an index on tasks is being built: wait for its end' USING ERRCODE = 'lock_not_available';
+    END IF;
+
+    -- A wait for the drop holds up everybody else, and goose by hand has no limit of its own.
+    SET LOCAL lock_timeout = '3s';
     FOR unfinished IN
         SELECT indexrelid::regclass FROM pg_index
         WHERE indexrelid IN (to_regclass('tasks_list_idx'), to_regclass('tasks_name_idx')) AND NOT indisvalid
