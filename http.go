@@ -55,7 +55,6 @@ type server struct {
 	draining    atomic.Bool
 	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
 	operating   chan struct{} // holds a token while a request changes many tasks
-	depths      depths
 }
 
 // hints is what the gateway knows of the stream. Neither publish nor up blocks.
@@ -99,7 +98,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 	}
 	s.lobby = newLobby(p.api, s.intake.note)
 	s.feed = newFeed(p.api, s.intake.note)
-	s.census = newCensus(log, p, h, s.limits.queues, s.checkRecord)
+	s.census = newCensus(log, p, h, s.knownQueues(), s.checkRecord)
 	m.registry.MustRegister(censusMetrics{s.census})
 	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
 		s.mux.HandleFunc("POST /tasks", s.submit)

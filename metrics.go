@@ -185,7 +185,8 @@ var (
 )
 
 // censusMetrics shows the figures of a census to a registry. They are what is true of the
-// installation, and so the same in each of its processes. What could not be counted is absent.
+// installation, and so the same in each of its processes. What could not be counted is absent,
+// also if it was counted before: a sample tells nobody how old its figure is.
 type censusMetrics struct{ *census }
 
 func (c censusMetrics) Describe(ch chan<- *prometheus.Desc) {
@@ -206,7 +207,7 @@ func (c censusMetrics) Collect(ch chan<- prometheus.Metric) {
 		gauge(dependencyDesc, oneIf(err == nil), "postgres")
 	})
 	wg.Go(func() {
-		gauge(dependencyDesc, oneIf(c.streamUp()), "redis")
+		gauge(dependencyDesc, oneIf(c.hints.up()), "redis")
 		if d, _, err := c.depth.get(ctx); err == nil {
 			gauge(lengthDesc, float64(d.length))
 			gauge(pendingDesc, float64(d.pending))
@@ -215,14 +216,15 @@ func (c censusMetrics) Collect(ch chan<- prometheus.Metric) {
 	})
 	wg.Go(func() {
 		t := c.tasks(ctx)
-		if t.err != nil {
-			return
+		if t.oldestErr == nil {
+			gauge(oldestDesc, t.oldest.Seconds())
 		}
-		gauge(tasksDesc, float64(t.open.Pending), statusPending)
-		gauge(tasksDesc, float64(t.open.Processing), statusProcessing)
-		gauge(oldestDesc, t.open.oldest.Seconds())
-		gauge(overdueDesc, float64(t.open.Overdue))
-		gauge(expiredDesc, float64(t.open.Expired))
+		if t.openErr == nil {
+			gauge(tasksDesc, float64(t.open.Pending), statusPending)
+			gauge(tasksDesc, float64(t.open.Processing), statusProcessing)
+			gauge(overdueDesc, float64(t.open.Overdue))
+			gauge(expiredDesc, float64(t.open.Expired))
+		}
 		if t.endedErr == nil {
 			gauge(tasksDesc, float64(t.ended.Completed), statusCompleted)
 			gauge(tasksDesc, float64(t.ended.Failed), statusFailed)

@@ -75,7 +75,7 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 		func() error { rows, err := q.TasksByID(ctx, ids); return expect("TasksByID", len(rows), err) },
 		func() error { _, err := q.BacklogAge(ctx); return expect("BacklogAge", 1, err) },
 		func() error {
-			open, err := q.CountOpenTasks(ctx)
+			open, err := q.CountOpenTasks(ctx, 1000)
 			if err == nil && (open.Pending < 1 || open.Pending+open.Processing < open.Overdue+open.Expired) {
 				err = fmt.Errorf("got %+v", open)
 			}

@@ -5,44 +5,32 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
-	"sync"
-	"time"
 
 	"nexusflow/db"
 )
 
-const (
-	maxCounted = 1_000_000   // where counting a queue's tasks stops, for each of its kinds
-	depthAge   = time.Second // how long a count serves
-	depthRatio = 50          // and how many times as long as it took, so that it costs 2 % at most
-)
-
-// depths remembers the last count of the queues' tasks, whose rows are as many as there are queues.
-type depths struct {
-	mu   sync.Mutex // held during a count: requests that come meanwhile share its answer
-	at   time.Time
-	took time.Duration
-	rows []db.QueueDepthsRow
-}
-
 // listQueues answers GET /queues: each queue that this process knows, that is paused or that has
-// tasks which have not ended, with what waits in it.
+// tasks which have not ended, with what waits in it. In place of a count that fails or takes too
+// long stands the one before.
 func (s *server) listQueues(w http.ResponseWriter, r *http.Request) {
 	if err := noQuery(r.URL); err != nil {
 		s.fail(w, r, err)
 		return
 	}
-	rows, counted, err := s.countDepths(r.Context())
-	var paused []string
-	if err == nil {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), readLimit)
-		defer cancel()
-		paused, err = db.New(s.pools.api).PausedQueues(ctx)
-	}
+	ctx, cancel := context.WithTimeout(r.Context(), statsLimit)
+	defer cancel()
+	ask, done := context.WithTimeout(context.WithoutCancel(ctx), readLimit)
+	defer done()
+	paused, err := db.New(s.pools.api).PausedQueues(ask)
 	if !timedOut(err) {
 		s.intake.note(err)
 	}
 	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	rows, counted, err := s.census.queues.get(ctx)
+	if counted.IsZero() {
 		s.fail(w, r, err)
 		return
 	}
@@ -73,27 +61,6 @@ func (s *server) listQueues(w http.ResponseWriter, r *http.Request) {
 	}
 	b = appendTime(append(b, `],"timestamp":`...), &counted)
 	writeBody(w, http.StatusOK, "application/json", append(b, '}'))
-}
-
-// countDepths returns how many tasks wait and run in each queue, and when that was counted: a
-// second ago at most, or fifty times as long as counting took. A client that hangs up does not
-// end a count, which is everybody's.
-func (s *server) countDepths(ctx context.Context) ([]db.QueueDepthsRow, time.Time, error) {
-	d := &s.depths
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if !d.at.IsZero() && time.Since(d.at) < max(depthAge, depthRatio*d.took) {
-		return d.rows, d.at, nil
-	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), readLimit)
-	defer cancel()
-	begin := time.Now()
-	rows, err := db.New(s.pools.work).QueueDepths(ctx, db.QueueDepthsParams{Most: maxCounted, Queues: s.knownQueues()})
-	if err != nil {
-		return nil, begin, err
-	}
-	d.rows, d.at, d.took = rows, begin, time.Since(begin)
-	return rows, begin, nil
 }
 
 // countReaders returns how many workers there are for each queue; nil when Redis does not say.

@@ -7,12 +7,14 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/redis/go-redis/v9"
 
 	"nexusflow/db"
@@ -300,14 +302,15 @@ func TestListQueues(t *testing.T) {
 	}
 	if diff := cmp.Diff([]string{
 		"critical false 0 0 0 null 2", "default false 5 4 5 90 min 0", "forgotten false 1 0 0 7 min 0", "later false 0 1 0 null 0",
-		"renamed true 0 0 0 null 0", "resumed false 0 0 0 null 0", "running false 0 0 1 null 0",
+		"renamed true 0 0 0 null 0", "running false 0 0 1 null 0",
 	}, lines); diff != "" {
 		t.Errorf("queues (-want +got):\n%s", diff)
 	}
 	// A count serves for a while; a pause shows at once.
-	g.server.depths.mu.Lock()
-	g.server.depths.took = time.Hour
-	g.server.depths.mu.Unlock()
+	counts := g.server.census.queues
+	counts.mu.Lock()
+	counts.keepUntil = time.Now().Add(time.Hour)
+	counts.mu.Unlock()
 	g.exec(t, "DELETE FROM tasks")
 	if b := g.do(t, "GET", "/queues", ""); b.body != a.body {
 		t.Errorf("a second later %s, want the same count", b.body)
@@ -317,6 +320,47 @@ func TestListQueues(t *testing.T) {
 	want := `{"queues":[{"queue":"critical","paused":true,"pending_due":0,"pending_later":0,"processing":0,"oldest_due_seconds":null,"workers":null},`
 	if b := g.do(t, "GET", "/queues", ""); !strings.HasPrefix(b.body, want) {
 		t.Errorf("after the pause: %s", b.body)
+	}
+	expire(counts, func(context.Context) ([]db.QueueDepthsRow, error) { return nil, errNoRoom })
+	if b := g.do(t, "GET", "/queues", ""); b.status != 200 || !strings.HasPrefix(b.body, want) {
+		t.Errorf("after a count that failed: %d %s, want the one before", b.status, b.body)
+	}
+}
+
+// However many ask while a count hangs, they share it, and nobody waits longer than it takes.
+func TestListQueuesShareOneCount(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	counts := g.server.census.queues
+	count := counts.count
+	var calls atomic.Int32
+	var asking atomic.Int32
+	give := make(chan struct{})
+	counts.rest = 1 << 20
+	counts.count = func(context.Context) ([]db.QueueDepthsRow, error) {
+		calls.Add(1)
+		<-give
+		time.Sleep(time.Millisecond) // which is kept for a quarter of an hour
+		return nil, &pgconn.PgError{Code: tookTooLong}
+	}
+	var wg sync.WaitGroup
+	for range 10 {
+		wg.Go(func() {
+			asking.Add(1)
+			if a, err := g.try(t.Context(), "GET", "/queues", nil); err != nil || a.status != 503 || a.header.Get("Retry-After") == "" {
+				t.Errorf("GET /queues = %d %s, %v, want 503", a.status, a.body, err)
+			}
+		})
+	}
+	eventually(t, "a count begins", func() bool { return calls.Load() == 1 && asking.Load() == 10 })
+	close(give)
+	wg.Wait()
+	if a := g.do(t, "GET", "/queues", ""); a.status != 503 || calls.Load() != 1 {
+		t.Errorf("afterwards %d %s, and %d counts; want 503 and one", a.status, a.body, calls.Load())
+	}
+	expire(counts, count)
+	if a := g.do(t, "GET", "/queues", ""); a.status != 200 {
+		t.Errorf("GET /queues = %d %s when counts succeed again", a.status, a.body)
 	}
 }
 

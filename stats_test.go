@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"strings"
 	"sync"
@@ -14,6 +15,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"nexusflow/db"
 )
 
 type statsAnswer struct {
@@ -51,8 +55,8 @@ func TestStats(t *testing.T) {
 		c.APIKeys = []string{"secret"}
 	})
 	var asked atomic.Value
-	g.server.census.depth.count = func(ctx context.Context) (streamDepth, error) {
-		asked.Store(g.server.limits.queues)
+	g.server.census.hints.depth = func(_ context.Context, queues []string) (streamDepth, error) {
+		asked.Store(queues)
 		return streamDepth{length: 5, pending: 2, consumers: 2}, nil
 	}
 	// One task of every kind, the waiting ones due in the future.
@@ -67,6 +71,134 @@ func TestStats(t *testing.T) {
 	golden(t, "stats_query.txt", transcript(g.do(t, "GET", "/stats?z=1&wait=3&z=2", "", key...)))
 	if diff := cmp.Diff([]string{"critical", "default"}, asked.Load()); diff != "" {
 		t.Errorf("queues (-want +got):\n%s", diff)
+	}
+}
+
+// Handlers without a queue put tasks into the default one, also if QUEUES does not name it.
+func TestStatsDefaultQueue(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), func(c *config) { c.Queues = []queueWeight{{"critical", 1}} })
+	var asked atomic.Value
+	g.server.census.hints.depth = func(_ context.Context, queues []string) (streamDepth, error) {
+		asked.Store(queues)
+		return streamDepth{}, nil
+	}
+	g.stats(t)
+	if diff := cmp.Diff([]string{"critical", "default"}, asked.Load()); diff != "" {
+		t.Errorf("queues (-want +got):\n%s", diff)
+	}
+}
+
+// In place of a count that fails /stats shows the one before, with its time, and /metrics nothing. One
+// without any before is answered with 503.
+func TestStatsAfterFailures(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	c := g.server.census
+	g.exec(t, "INSERT INTO tasks (name, status) VALUES ('a', 'pending'), ('a', 'completed')")
+	countEnded := c.ended.count
+	c.ended.count = func(context.Context) (db.CountEndedTasksRow, error) { return db.CountEndedTasksRow{}, errNoRoom }
+	eventually(t, "all but the count of ended tasks", func() bool {
+		_, at, _ := c.open.get(t.Context())
+		return !at.IsZero()
+	})
+	if a := g.do(t, "GET", "/stats", ""); a.status != 503 || a.header.Get("Retry-After") == "" {
+		t.Errorf("GET /stats before the first count = %d %v %s, want 503", a.status, a.header, a.body)
+	}
+	expire(c.ended, countEnded)
+	before := g.stats(t).figures(t)
+	if before.Tasks["pending"] != 1 || before.Tasks["completed"] != 1 {
+		t.Fatalf("stats = %+v", before)
+	}
+	g.exec(t, "DELETE FROM tasks")
+	for _, fail := range []func(){
+		func() {
+			expire(c.ended, func(context.Context) (db.CountEndedTasksRow, error) { return db.CountEndedTasksRow{}, errNoRoom })
+		},
+		func() {
+			expire(c.open, func(context.Context) (db.CountOpenTasksRow, error) { return db.CountOpenTasksRow{}, errNoRoom })
+		},
+		func() { expire(c.oldest, func(context.Context) (time.Duration, error) { return 0, errNoRoom }) },
+	} {
+		fail()
+		after := g.stats(t).figures(t)
+		if after.Tasks["completed"] != 1 || after.Timestamp.Before(before.Timestamp) || time.Since(after.Timestamp) <= 0 {
+			t.Errorf("stats = %+v after %+v", after, before)
+		}
+	}
+	samples, _ := scrape(t, g.URL)
+	for sample := range samples {
+		if strings.HasPrefix(sample, "nexusflow_tasks{") || strings.HasPrefix(sample, "nexusflow_oldest") || strings.HasPrefix(sample, "nexusflow_expired") {
+			t.Errorf("%s is shown after its count failed", sample)
+		}
+	}
+}
+
+// expire lets the next who asks for f begin a count, by the function given.
+func expire[T any](f *figure[T], count func(context.Context) (T, error)) {
+	f.wait()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.count, f.keepUntil = count, time.Time{}
+}
+
+// How long tasks wait is told also while they cannot be counted.
+func TestOldestWithoutCounts(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	g.exec(t, "INSERT INTO tasks (name, run_at) VALUES ('a', now() - interval '1 hour')")
+	g.server.census.open.count = func(context.Context) (db.CountOpenTasksRow, error) { return db.CountOpenTasksRow{}, errNoRoom }
+	eventually(t, "the age without the counts", func() bool {
+		samples, _ := scrape(t, g.URL)
+		_, counted := samples[`nexusflow_tasks{status="pending"}`]
+		return samples["nexusflow_oldest_pending_seconds"] >= 3600 && !counted
+	})
+}
+
+// Each count of tasks that have not ended stops at its limit.
+func TestCountOpenTasksStops(t *testing.T) {
+	t.Parallel()
+	r := newRecord(t)
+	for range 3 {
+		r.task(t, "published_at = NULL", "run_at = now() - interval '1 s'")
+		r.task(t)
+		r.task(t, "status = 'processing', lease_until = now() - interval '1 s'")
+	}
+	for most, want := range map[int32]db.CountOpenTasksRow{
+		2: {Pending: 2, Processing: 2, Overdue: 2, Expired: 2},
+		5: {Pending: 5, Processing: 3, Overdue: 3, Expired: 3},
+		9: {Pending: 6, Processing: 3, Overdue: 3, Expired: 3},
+	} {
+		if got, err := r.CountOpenTasks(t.Context(), most); got != want || err != nil {
+			t.Errorf("CountOpenTasks(%d) = %+v, %v, want %+v", most, got, err, want)
+		}
+	}
+}
+
+// The count of ended tasks, which may take long, leaves the last connection to requests.
+func TestCountEndedLeavesRoom(t *testing.T) {
+	t.Parallel()
+	for _, test := range []struct{ conns, busy int32 }{{8, 7}, {2, 1}, {1, 0}} {
+		g := startGateway(t, fmt.Sprint(newDatabase(t), "&pool_max_conns=", test.conns), nil)
+		c := g.server.census
+		var held []*pgxpool.Conn
+		for range test.busy {
+			conn, err := g.pools.api.Acquire(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			held = append(held, conn)
+		}
+		if _, err := c.countEnded(t.Context()); test.busy > 0 && err != errNoRoom {
+			t.Errorf("%d of %d connections busy: %v, want %v", test.busy, test.conns, err, errNoRoom)
+		}
+		for _, conn := range held {
+			conn.Release()
+		}
+		eventually(t, "a count with the connections free", func() bool {
+			_, err := c.countEnded(t.Context())
+			return err == nil
+		})
 	}
 }
 
@@ -202,7 +334,8 @@ func databaseOf(dsn string) string {
 }
 
 // A figure is kept for fifty times what counting took, at least for a second; a failure for a
-// second, unless there is too much to count; and whoever cannot wait for a count gets the one before.
+// second, unless there is too much to count; and whoever cannot wait for a count gets the one before,
+// as does, beside the error, who comes after one that failed.
 func TestFigure(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -231,6 +364,11 @@ func TestFigure(t *testing.T) {
 			}
 		}
 		took = 2 * time.Second
+		gone, hangUp := context.WithCancel(t.Context())
+		hangUp()
+		if _, _, err := f.get(gone); err != errCounting || f.running != nil {
+			t.Errorf("who has gone: %v, and a count began: %v", err, f.running != nil)
+		}
 		want(0, 0, errCounting) // after the one second that we wait
 		time.Sleep(time.Second)
 		want(1, 2*time.Second, nil)
@@ -243,9 +381,9 @@ func TestFigure(t *testing.T) {
 
 		time.Sleep(100 * time.Second)
 		took, result = 0, errBusy
-		want(3, 0, errBusy)
+		want(2, 102*time.Second, errBusy)
 		time.Sleep(time.Second - time.Millisecond)
-		want(3, time.Second-time.Millisecond, errBusy)
+		want(2, 103*time.Second-time.Millisecond, errBusy)
 		time.Sleep(time.Millisecond)
 		took, result = time.Millisecond, nil
 		want(4, time.Millisecond, nil)
@@ -258,12 +396,12 @@ func TestFigure(t *testing.T) {
 		took = time.Hour
 		want(5, 2*time.Second+time.Millisecond, nil)
 		time.Sleep(29 * time.Second)
-		want(0, 30*time.Second, context.DeadlineExceeded)
+		want(5, 31*time.Second+time.Millisecond, context.DeadlineExceeded)
 		time.Sleep(time.Second)
 		took, result = 500*time.Millisecond, &pgconn.PgError{Code: tookTooLong}
-		want(6, 500*time.Millisecond, result)
+		want(5, 32*time.Second+501*time.Millisecond, result)
 		time.Sleep(25*time.Second - time.Millisecond)
-		want(6, 25*time.Second+500*time.Millisecond-time.Millisecond, result)
+		want(5, 57*time.Second+500*time.Millisecond, result)
 		f.wait()
 	})
 }

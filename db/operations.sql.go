@@ -211,7 +211,7 @@ WITH RECURSIVE published AS (
     UNION SELECT queue FROM published
     UNION SELECT queue FROM unpublished
     UNION SELECT queue FROM running
-    UNION SELECT queue FROM queues
+    UNION (SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue)
 )
 SELECT n.queue::text AS queue,
     (SELECT count(*) FROM (
@@ -251,10 +251,11 @@ type QueueDepthsRow struct {
 	OldestMS    int64
 }
 
-// QueueDepths counts the tasks that have not ended, by queue: of the queues given and of
-// all that have such tasks. It reads partial indexes only and stops counting at the given number, for each
-// queue and kind. A published task is due; the age of the oldest due one is that
-// of the row whose entry is oldest, or of the oldest without an entry, in milliseconds; -1 if none is due.
+// QueueDepths counts the tasks that have not ended, by queue: of the queues given, of those
+// that are paused and of all that have such tasks. It reads partial indexes only and stops
+// counting at the given number, for each queue and kind. A published task is due; the age of the
+// oldest due one is that of the row whose entry is oldest, or of the oldest without an
+// entry, in milliseconds; -1 if none is due.
 func (q *Queries) QueueDepths(ctx context.Context, arg QueueDepthsParams) ([]QueueDepthsRow, error) {
 	rows, err := q.db.Query(ctx, queueDepths, arg.Most, arg.Queues)
 	if err != nil {

@@ -562,13 +562,22 @@ func (q *Queries) CountEndedTasks(ctx context.Context) (CountEndedTasksRow, erro
 }
 
 const countOpenTasks = `-- name: CountOpenTasks :one
-SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
-        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
-    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
-    (SELECT count(*) FROM tasks d
-     WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
-        AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue)))::bigint AS overdue,
-    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired
+SELECT (SELECT count(*) FROM (
+        SELECT 1 FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL
+        UNION ALL
+        SELECT 1 FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL
+        LIMIT $1::int
+    ) c)::bigint AS pending,
+    (SELECT count(*) FROM (SELECT FROM tasks r WHERE r.status = 'processing' LIMIT $1::int) c)::bigint AS processing,
+    (SELECT count(*) FROM (
+        SELECT FROM tasks d
+        WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+            AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+        LIMIT $1::int
+    ) c)::bigint AS overdue,
+    (SELECT count(*) FROM (
+        SELECT FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now() LIMIT $1::int
+    ) c)::bigint AS expired
 `
 
 type CountOpenTasksRow struct {
@@ -579,10 +588,11 @@ type CountOpenTasksRow struct {
 }
 
 // CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
-// costs grows with them and not with the table. overdue are due, have no stream entry and
-// are in no paused queue, expired are processing under a lease that has passed: at rest there are none of either.
-func (q *Queries) CountOpenTasks(ctx context.Context) (CountOpenTasksRow, error) {
-	row := q.db.QueryRow(ctx, countOpenTasks)
+// costs grows with them and not with the table, and each count stops at the given number. overdue are due,
+// have no stream entry and are in no paused queue, expired are processing under a lease that has
+// passed: at rest there are none of either.
+func (q *Queries) CountOpenTasks(ctx context.Context, most int32) (CountOpenTasksRow, error) {
+	row := q.db.QueryRow(ctx, countOpenTasks, most)
 	var i CountOpenTasksRow
 	err := row.Scan(
 		&i.Pending,

@@ -448,15 +448,25 @@ SELECT COALESCE(EXTRACT(EPOCH FROM now() - min(run_at)) * 1000, 0)::bigint AS ag
 
 -- name: CountOpenTasks :one
 -- CountOpenTasks counts the tasks that have not ended, from the partial indexes alone: what it
--- costs grows with them and not with the table. overdue are due, have no stream entry and
--- are in no paused queue, expired are processing under a lease that has passed: at rest there are none of either.
-SELECT ((SELECT count(*) FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL)
-        + (SELECT count(*) FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL))::bigint AS pending,
-    (SELECT count(*) FROM tasks r WHERE r.status = 'processing')::bigint AS processing,
-    (SELECT count(*) FROM tasks d
-     WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
-        AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue)))::bigint AS overdue,
-    (SELECT count(*) FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now())::bigint AS expired;
+-- costs grows with them and not with the table, and each count stops at the given number. overdue are due,
+-- have no stream entry and are in no paused queue, expired are processing under a lease that has
+-- passed: at rest there are none of either.
+SELECT (SELECT count(*) FROM (
+        SELECT 1 FROM tasks u WHERE u.status = 'pending' AND u.published_at IS NULL
+        UNION ALL
+        SELECT 1 FROM tasks p WHERE p.status = 'pending' AND p.published_at IS NOT NULL
+        LIMIT @most::int
+    ) c)::bigint AS pending,
+    (SELECT count(*) FROM (SELECT FROM tasks r WHERE r.status = 'processing' LIMIT @most::int) c)::bigint AS processing,
+    (SELECT count(*) FROM (
+        SELECT FROM tasks d
+        WHERE d.status = 'pending' AND d.published_at IS NULL AND d.run_at <= now()
+            AND d.queue <> ALL(ARRAY(SELECT p.queue FROM queues p WHERE p.paused ORDER BY p.queue))
+        LIMIT @most::int
+    ) c)::bigint AS overdue,
+    (SELECT count(*) FROM (
+        SELECT FROM tasks e WHERE e.status = 'processing' AND e.lease_until < now() LIMIT @most::int
+    ) c)::bigint AS expired;
 
 -- name: CountEndedTasks :one
 -- CountEndedTasks counts the tasks that have ended. It reads the whole table: an index on status
