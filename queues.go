@@ -131,7 +131,9 @@ func (s *server) setPaused(w http.ResponseWriter, r *http.Request, paused bool, 
 		n, err = set(ctx, q, queue)
 	}
 	if err != nil {
-		s.intake.note(errUnless(err, timedOut))
+		if !timedOut(err) {
+			s.intake.note(err)
+		}
 		s.fail(w, r, err)
 		return
 	}
