@@ -350,7 +350,11 @@ func TestBulkCursor(t *testing.T) {
 	g.bulkTasks(t, 25, "a", statusPending)
 	g.bulkTasks(t, bulkPage, "other", statusCompleted)
 	g.bulkTasks(t, 15, "a", statusFailed)
-	for path, want := range map[string]int{"/tasks/cancel?name=a&limit=10": 25, "/tasks/retry?status=failed&limit=10": 15} {
+	for _, test := range []struct { // in this order: what is retried first would be cancelled too
+		path string
+		want int
+	}{{"/tasks/cancel?name=a&limit=10", 25}, {"/tasks/retry?status=failed&limit=10", 15}} {
+		path, want := test.path, test.want
 		total, cursor := 0, ""
 		for calls := 0; ; calls++ {
 			a := g.do(t, "POST", path+cursor, "")
