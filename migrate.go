@@ -27,7 +27,7 @@ const migrationLockTimeout = 3 * time.Second
 // time work, which needs a direct connection, not a transaction pooler. A table
 // in use, or one on which somebody builds an index, is tried again until ctx ends. A newer
 // schema is left alone: later versions take away no table and no column, so this
-// program works on it. They may replace an index, which costs it a plan and no more.
+// program works on it. They may replace an index, which makes its lists slow at worst.
 func migrate(ctx context.Context, log *slog.Logger, dsn string) error {
 	c, _, err := poolConfig(dsn)
 	if err != nil {

@@ -356,7 +356,7 @@ func TestMigrateConcurrently(t *testing.T) {
 			t.Fatal(err)
 		}
 		got := column[string](t, connect(t, dsn), "SELECT version_id || ' x ' || count(*) FROM goose_db_version GROUP BY version_id ORDER BY version_id")
-		if want := []string{"0 x 1", "1 x 1", "2 x 1", "3 x 1", "4 x 1", "5 x 1", "6 x 1"}; !slices.Equal(got, want) {
+		if want := []string{"0 x 1", "1 x 1", "2 x 1", "3 x 1", "4 x 1", "5 x 1", "6 x 1", "7 x 1"}; !slices.Equal(got, want) {
 			t.Errorf("versions recorded: %v, want %v", got, want)
 		}
 	}
@@ -424,17 +424,18 @@ func TestMigrateTableInUse(t *testing.T) {
 	}
 }
 
-// What a broken run left of the list's indexes is built anew, beside a writer whose
-// transaction stays open longer than a migration waits for a lock, and what
-// somebody built by hand before is kept.
-func TestMigrateListIndexes(t *testing.T) {
+// What a broken run left of the list's index is built anew, beside a writer whose transaction
+// stays open longer than a migration waits for a lock, and one that somebody built
+// by hand before is kept.
+func TestMigrateListIndex(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
 	conn := connect(t, dsn)
 	want := schema(t, conn)
-	const numbers = "SELECT i::regclass::oid::bigint FROM unnest(ARRAY['tasks_list_idx', 'tasks_name_idx']) i"
-	before := column[int64](t, conn, numbers)
-	execute(t, conn, "DROP INDEX tasks_name_idx; DELETE FROM goose_db_version WHERE version_id >= 5")
+	number := func() int64 { return column[int64](t, conn, "SELECT 'tasks_group_idx'::regclass::oid::bigint")[0] }
+	if _, err := diskMigrator(t, dsn).DownTo(t.Context(), 6); err != nil {
+		t.Fatal(err)
+	}
 	writer := connect(t, dsn)
 	execute(t, writer, "BEGIN; INSERT INTO tasks (name) VALUES ('open')")
 	var out syncBuffer
@@ -448,18 +449,29 @@ func TestMigrateListIndexes(t *testing.T) {
 	if err := <-done; err != nil || strings.Contains(out.String(), "waits") {
 		t.Errorf("migrate: %v, log %s", err, out.String())
 	}
-	after := column[int64](t, conn, numbers)
-	if diff := cmp.Diff(want, schema(t, conn)); diff != "" || after[0] != before[0] {
-		t.Errorf("index that was there: %d, then %d; schema (-want +got):\n%s", before[0], after[0], diff)
+	if diff := cmp.Diff(want, schema(t, conn)); diff != "" {
+		t.Errorf("schema (-want +got):\n%s", diff)
 	}
 
-	execute(t, conn, "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'tasks_name_idx'::regclass; DELETE FROM goose_db_version WHERE version_id >= 5")
-	if err := migrate(t.Context(), testLog(t), dsn); err != nil {
-		t.Fatal(err)
-	}
-	again := column[int64](t, conn, numbers)
-	if diff := cmp.Diff(want, schema(t, conn)); diff != "" || again[0] != before[0] || again[1] == after[1] {
-		t.Errorf("indexes %v, then %v: want the second built anew; schema (-want +got):\n%s", after, again, diff)
+	built := number()
+	for _, test := range []struct {
+		what, left string
+		kept       bool
+	}{
+		{"built by hand", "SELECT", true},
+		{"of a broken build", "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'tasks_group_idx'::regclass", false},
+		{"of a run that was stopped before it dropped what this replaces", `CREATE INDEX tasks_list_idx ON tasks (status, created_at, task_id) WHERE lease_until IS NULL;
+			UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'tasks_list_idx'::regclass`, true},
+	} {
+		execute(t, conn, test.left)
+		execute(t, conn, "DELETE FROM goose_db_version WHERE version_id >= 7")
+		if err := migrate(t.Context(), testLog(t), dsn); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(want, schema(t, conn)); diff != "" || (number() == built) != test.kept {
+			t.Errorf("index %s: number %d, then %d; schema (-want +got):\n%s", test.what, built, number(), diff)
+		}
+		built = number()
 	}
 }
 
@@ -470,7 +482,7 @@ func TestMigrateWaitsForBuild(t *testing.T) {
 	for _, test := range []struct {
 		index   string
 		version int
-	}{{"tasks_name_idx", 5}, {"tasks_retryable_idx", 6}} {
+	}{{"tasks_retryable_idx", 6}, {"tasks_group_idx", 7}} {
 		t.Run(test.index, func(t *testing.T) {
 			t.Parallel()
 			role := newRole(t)
@@ -530,7 +542,7 @@ func TestMigrateDeadlock(t *testing.T) {
 	dsn := newDatabase(t)
 	conn := connect(t, dsn)
 	want := schema(t, conn)
-	execute(t, conn, "DROP INDEX tasks_name_idx; DELETE FROM goose_db_version WHERE version_id >= 5")
+	execute(t, conn, "DROP INDEX tasks_group_idx; DELETE FROM goose_db_version WHERE version_id >= 7")
 	other := connect(t, dsn)
 	execute(t, other, "SET deadlock_timeout = '1min'; BEGIN; INSERT INTO tasks (name) VALUES ('open')")
 	var out syncBuffer
@@ -555,7 +567,7 @@ func TestMigrateDeadlock(t *testing.T) {
 }
 
 // The README has every index that a migration builds beside writers, and built from there it
-// is what the migration would have made.
+// is what the migration would have made. Version 7 drops two of them again.
 func TestReadmeIndexes(t *testing.T) {
 	t.Parallel()
 	readme, err := os.ReadFile("README.md")
@@ -565,7 +577,8 @@ func TestReadmeIndexes(t *testing.T) {
 	dsn := newDatabase(t)
 	conn := connect(t, dsn)
 	want := schema(t, conn)
-	if _, err := diskMigrator(t, dsn).DownTo(t.Context(), 4); err != nil {
+	p := diskMigrator(t, dsn)
+	if _, err := p.DownTo(t.Context(), 4); err != nil {
 		t.Fatal(err)
 	}
 	const numbers = "SELECT indexrelid::bigint FROM pg_index WHERE indrelid = 'tasks'::regclass AND indexrelid <> ALL($1) ORDER BY 1"
@@ -574,13 +587,23 @@ func TestReadmeIndexes(t *testing.T) {
 		execute(t, conn, statement)
 	}
 	built := column[int64](t, conn, numbers, old)
+	for version := int64(5); version <= 6; version++ {
+		if _, err := p.UpTo(t.Context(), version); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(built, column[int64](t, conn, numbers, old)); diff != "" {
+			t.Errorf("indexes of the README, and after version %d (-want +got):\n%s", version, diff)
+		}
+	}
+	replaced := column[int64](t, conn, "SELECT i::regclass::oid::bigint FROM unnest(ARRAY['tasks_list_idx', 'tasks_name_idx']) i")
 	if err := migrate(t.Context(), testLog(t), dsn); err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(want, schema(t, conn)); diff != "" {
 		t.Errorf("schema (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff(built, column[int64](t, conn, numbers, old)); diff != "" {
+	kept := slices.DeleteFunc(built, func(index int64) bool { return slices.Contains(replaced, index) })
+	if diff := cmp.Diff(kept, column[int64](t, conn, numbers, old)); diff != "" {
 		t.Errorf("indexes of the README, and after the migration (-want +got):\n%s", diff)
 	}
 }
@@ -692,7 +715,7 @@ func TestCheckSchema(t *testing.T) {
 	}{
 		{"complete", "SELECT 1", true, ""},
 		{"nothing there", "SELECT 1", false, "no tasks table"},
-		{"older", "DELETE FROM goose_db_version WHERE version_id > 3", true, "version 3 is older than 6"},
+		{"older", "DELETE FROM goose_db_version WHERE version_id > 3", true, "version 3 is older than 7"},
 		{"no record", "DROP TABLE goose_db_version", true, "no record of migrations"},
 		{"empty record", "TRUNCATE goose_db_version", true, "no record of migrations"},
 		{"index gone", "DROP INDEX tasks_idempotency_key_idx", true, "unique idempotency keys"},

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -307,21 +308,28 @@ var changesByID = map[string]bool{
 // not at all, by anything but its key.
 var byPartialIndex = regexp.MustCompile(`Scan using tasks_(?:lease|published|due|unpublished)_idx on tasks(?: t)?  \(.*|Bitmap Index Scan on tasks_(?:lease|published|due|unpublished)_idx.*`)
 
+// notByGroup matches a scan by which the list would read more of a group than it shows.
+var notByGroup = regexp.MustCompile(`Seq Scan on tasks f.*|Bitmap Index Scan on tasks_group_idx.*`)
+
 // The plans of the worker's statements go by an index on an empty table, on one that has no statistics yet,
 // and on a large one, whether the server plans for the arguments or once for all. On
 // submit, status and list the same holds for a large table. Only the count of ended tasks reads the table.
+// The list goes by its index in the API's pool too, which may read tables.
 func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
 	admin := connect(t, dsn)
 	var mu sync.Mutex
 	plans := map[string]string{} // by query
-	open := func(planMode string) *pgx.Conn {
+	open := func(api bool, planMode string) *pgx.Conn {
 		p, err := openPools(t.Context(), dsn, testLease)
 		if err != nil {
 			t.Fatal(err)
 		}
 		c := p.work.Config().ConnConfig
+		if api {
+			c = p.api.Config().ConnConfig
+		}
 		p.close()
 		c.RuntimeParams["plan_cache_mode"] = planMode
 		c.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
@@ -345,6 +353,19 @@ func TestQueryPlans(t *testing.T) {
 		}
 		return conn
 	}
+	// run returns what allQueries leaves in plans, which it clears.
+	run := func(what string, conn *pgx.Conn) map[string]string {
+		execute(t, conn, "BEGIN")
+		if err := allQueries(t.Context(), conn); err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		execute(t, conn, "ROLLBACK")
+		mu.Lock()
+		defer mu.Unlock()
+		seen := maps.Clone(plans)
+		clear(plans)
+		return seen
+	}
 	for _, size := range []struct{ name, fill string }{
 		{"empty", "SELECT"},
 		{"young", fill(0, 2000)},
@@ -352,30 +373,28 @@ func TestQueryPlans(t *testing.T) {
 	} {
 		execute(t, admin, size.fill)
 		for _, planMode := range []string{"force_generic_plan", "force_custom_plan"} {
-			conn := open(planMode)
-			execute(t, conn, "BEGIN")
-			if err := allQueries(t.Context(), conn); err != nil {
-				t.Fatalf("%s, %s: %v", size.name, planMode, err)
-			}
-			execute(t, conn, "ROLLBACK")
-			mu.Lock()
+			what := size.name + ", " + planMode
+			plans := run(what, open(false, planMode))
 			for _, name := range queryNames(t) {
 				plan, ok := plans[name]
 				if !ok {
 					t.Errorf("no plan of %s was seen", name)
 				}
 				if os.Getenv("SHOW_PLANS") != "" {
-					t.Logf("%s, %s: %s", size.name, planMode, plan)
+					t.Logf("%s: %s", what, plan)
 				}
 				if strings.Contains(plan, "Seq Scan on tasks") && name != "CountEndedTasks" || strings.Contains(plan, "Seq Scan on queues") || strings.Contains(plan, "JIT:") {
-					t.Errorf("%s, %s: %s reads a whole table:\n%s", size.name, planMode, name, plan)
+					t.Errorf("%s: %s reads a whole table:\n%s", what, name, plan)
 				}
 				if m := byPartialIndex.FindString(plan); m != "" && changesByID[name] {
-					t.Errorf("%s, %s: %s does not look its ids up: %s\n%s", size.name, planMode, name, m, plan)
+					t.Errorf("%s: %s does not look its ids up: %s\n%s", what, name, m, plan)
 				}
 			}
-			clear(plans)
-			mu.Unlock()
+			for pool, list := range map[string]string{"work": plans["ListTasks"], "api": run(what, open(true, planMode))["ListTasks"]} {
+				if m := notByGroup.FindString(list); m != "" || !strings.Contains(list, "Index Scan Backward using tasks_group_idx on tasks f") {
+					t.Errorf("%s, pool %s: the list does not read its groups from where they begin: %s\n%s", what, pool, m, list)
+				}
+			}
 		}
 	}
 }

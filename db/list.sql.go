@@ -13,31 +13,57 @@ import (
 )
 
 const listTasks = `-- name: ListTasks :many
-WITH page AS (
-    SELECT i.created_at, i.task_id
-    FROM (SELECT unnest($2::text[]) AS status) s
+WITH RECURSIVE groups AS (
+    -- With a name the groups are known. Without, these are the places behind the last group of each state, for ! follows the blank.
+    SELECT s.status, (s.status || COALESCE(' ' || left($1::text, 128), '!')) COLLATE "C" AS key, timestamptz 'infinity' AS newest
+    FROM (SELECT unnest($2::text[]) COLLATE "C" AS status) s
+    UNION ALL
+    SELECT g.status, n.key, n.created_at
+    FROM groups g
     CROSS JOIN LATERAL (
-        (SELECT a.created_at, a.task_id FROM tasks a
-         WHERE $3::text IS NULL
-            AND a.status = s.status AND a.lease_until IS NULL
-            AND a.created_at >= $4 AND (a.created_at, a.task_id) < ($5::timestamptz, $6::uuid)
-         ORDER BY a.created_at DESC, a.task_id DESC
-         LIMIT $1::int)
-        UNION ALL
-        (SELECT n.created_at, n.task_id FROM tasks n
-         WHERE n.status || ' ' || left(n.name, 128) = s.status || ' ' || left($3::text, 128)
-            AND n.name = $3::text AND n.lease_until IS NULL
-            AND n.created_at >= $4 AND (n.created_at, n.task_id) < ($5::timestamptz, $6::uuid)
-         ORDER BY n.created_at DESC, n.task_id DESC
-         LIMIT (SELECT $1::int)) -- a number that the planner does not see makes it read in the order of the index, however few it expects
+        SELECT (f.status || ' ' || left(f.name, 128)) COLLATE "C" AS key, f.created_at FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" < g.key AND (f.status || ' ' || left(f.name, 128)) COLLATE "C" > g.status
+            AND f.lease_until IS NULL
+        ORDER BY (f.status || ' ' || left(f.name, 128)) COLLATE "C" DESC, f.created_at DESC
+        LIMIT 1
+    ) n
+    WHERE $1::text IS NULL
+), heads AS (
+    -- The first rows of each group: altogether four times what the page holds, so that these fill
+    -- it with new ones even if most groups have none. A group that begins behind the place counts only
+    -- if its newest task is among the newest of such groups: there are no more rows on the page.
+    SELECT g.key, h.created_at
+    FROM groups g
+    CROSS JOIN LATERAL (
+        SELECT f.created_at FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
+            AND ($1::text IS NULL OR f.name = $1::text)
+            AND f.created_at >= $3::timestamptz AND (f.created_at, f.task_id) < ($4::timestamptz, $5::uuid)
+        ORDER BY f.created_at DESC, f.task_id DESC
+        LIMIT (SELECT 1 + 4 * ($6::int) / count(*) FROM groups)
+    ) h
+    WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < $4::timestamptz ORDER BY k.newest DESC OFFSET ($6::int) - 1 LIMIT 1), $3::timestamptz)
+), bound AS (
+    -- Nothing older is on the page, for there are heads enough to fill it.
+    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET ($6::int) - 1 LIMIT 1), $3::timestamptz) AS since
+), page AS (
+    SELECT i.created_at, i.task_id
+    FROM (SELECT DISTINCT h.key FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b)) g
+    CROSS JOIN LATERAL (
+        SELECT f.created_at, f.task_id FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
+            AND ($1::text IS NULL OR f.name = $1::text)
+            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < ($4::timestamptz, $5::uuid)
+        ORDER BY f.created_at DESC, f.task_id DESC
+        LIMIT (SELECT $6::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
     UNION ALL
     SELECT r.created_at, r.task_id FROM tasks r
     WHERE 'processing' = ANY($2::text[]) AND r.status = 'processing'
-        AND ($3::text IS NULL OR r.name = $3::text)
-        AND r.created_at >= $4 AND (r.created_at, r.task_id) < ($5::timestamptz, $6::uuid)
+        AND ($1::text IS NULL OR r.name = $1::text)
+        AND r.created_at >= $3::timestamptz AND (r.created_at, r.task_id) < ($4::timestamptz, $5::uuid)
     ORDER BY created_at DESC, task_id DESC
-    LIMIT $1::int
+    LIMIT $6::int
 )
 SELECT t.task_id, t.name, t.status, t.retry_count, t.max_retries, t.error_message, t.created_at, t.updated_at, t.idempotency_key, t.queue,
     t.run_at, t.started_at, t.finished_at, t.timeout_ms, t.cancel_requested, t.attempt, t.lost_count, t.attempts
@@ -47,12 +73,12 @@ ORDER BY t.created_at DESC, t.task_id DESC
 `
 
 type ListTasksParams struct {
-	MaxRows  int32
-	Statuses []string
 	Name     *string
+	Statuses []string
 	Since    time.Time
 	Before   time.Time
 	BeforeID uuid.UUID
+	MaxRows  int32
 }
 
 type ListTasksRow struct {
@@ -77,17 +103,19 @@ type ListTasksRow struct {
 }
 
 // ListTasks reads a page of the tasks in the given states, of one name unless that is
-// NULL, that were created at since or later: newest first, from the given place on. It
-// takes no more rows of a state from an index than the page holds; only the running
-// ones are all looked at, and no more of them run than there are slots.
+// NULL, that were created at since or later: newest first, from the given place on. Running
+// tasks are all looked at, and no more of them run than there are slots. The others are
+// merged from their groups, the tasks of one state and name each (as far as 128 characters
+// tell), which the index holds one after the other, each in the order of the list. Without a
+// name the groups there are have to be found, by one look into the index each.
 func (q *Queries) ListTasks(ctx context.Context, arg ListTasksParams) ([]ListTasksRow, error) {
 	rows, err := q.db.Query(ctx, listTasks,
-		arg.MaxRows,
-		arg.Statuses,
 		arg.Name,
+		arg.Statuses,
 		arg.Since,
 		arg.Before,
 		arg.BeforeID,
+		arg.MaxRows,
 	)
 	if err != nil {
 		return nil, err

@@ -1,31 +1,59 @@
 -- name: ListTasks :many
 -- ListTasks reads a page of the tasks in the given states, of one name unless that is
--- NULL, that were created at since or later: newest first, from the given place on. It
--- takes no more rows of a state from an index than the page holds; only the running
--- ones are all looked at, and no more of them run than there are slots.
-WITH page AS (
-    SELECT i.created_at, i.task_id
-    FROM (SELECT unnest(@statuses::text[]) AS status) s
+-- NULL, that were created at since or later: newest first, from the given place on. Running
+-- tasks are all looked at, and no more of them run than there are slots. The others are
+-- merged from their groups, the tasks of one state and name each (as far as 128 characters
+-- tell), which the index holds one after the other, each in the order of the list. Without a
+-- name the groups there are have to be found, by one look into the index each.
+WITH RECURSIVE groups AS (
+    -- With a name the groups are known. Without, these are the places behind the last group of each state, for ! follows the blank.
+    SELECT s.status, (s.status || COALESCE(' ' || left(sqlc.narg('name')::text, 128), '!')) COLLATE "C" AS key, timestamptz 'infinity' AS newest
+    FROM (SELECT unnest(@statuses::text[]) COLLATE "C" AS status) s
+    UNION ALL
+    SELECT g.status, n.key, n.created_at
+    FROM groups g
     CROSS JOIN LATERAL (
-        (SELECT a.created_at, a.task_id FROM tasks a
-         WHERE sqlc.narg('name')::text IS NULL
-            AND a.status = s.status AND a.lease_until IS NULL
-            AND a.created_at >= @since AND (a.created_at, a.task_id) < (@before::timestamptz, @before_id::uuid)
-         ORDER BY a.created_at DESC, a.task_id DESC
-         LIMIT @max_rows::int)
-        UNION ALL
-        (SELECT n.created_at, n.task_id FROM tasks n
-         WHERE n.status || ' ' || left(n.name, 128) = s.status || ' ' || left(sqlc.narg('name')::text, 128)
-            AND n.name = sqlc.narg('name')::text AND n.lease_until IS NULL
-            AND n.created_at >= @since AND (n.created_at, n.task_id) < (@before::timestamptz, @before_id::uuid)
-         ORDER BY n.created_at DESC, n.task_id DESC
-         LIMIT (SELECT @max_rows::int)) -- a number that the planner does not see makes it read in the order of the index, however few it expects
+        SELECT (f.status || ' ' || left(f.name, 128)) COLLATE "C" AS key, f.created_at FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" < g.key AND (f.status || ' ' || left(f.name, 128)) COLLATE "C" > g.status
+            AND f.lease_until IS NULL
+        ORDER BY (f.status || ' ' || left(f.name, 128)) COLLATE "C" DESC, f.created_at DESC
+        LIMIT 1
+    ) n
+    WHERE sqlc.narg('name')::text IS NULL
+), heads AS (
+    -- The first rows of each group: altogether four times what the page holds, so that these fill
+    -- it with new ones even if most groups have none. A group that begins behind the place counts only
+    -- if its newest task is among the newest of such groups: there are no more rows on the page.
+    SELECT g.key, h.created_at
+    FROM groups g
+    CROSS JOIN LATERAL (
+        SELECT f.created_at FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
+            AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
+            AND f.created_at >= @since::timestamptz AND (f.created_at, f.task_id) < (@before::timestamptz, @before_id::uuid)
+        ORDER BY f.created_at DESC, f.task_id DESC
+        LIMIT (SELECT 1 + 4 * (@max_rows::int) / count(*) FROM groups)
+    ) h
+    WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < @before::timestamptz ORDER BY k.newest DESC OFFSET (@max_rows::int) - 1 LIMIT 1), @since::timestamptz)
+), bound AS (
+    -- Nothing older is on the page, for there are heads enough to fill it.
+    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET (@max_rows::int) - 1 LIMIT 1), @since::timestamptz) AS since
+), page AS (
+    SELECT i.created_at, i.task_id
+    FROM (SELECT DISTINCT h.key FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b)) g
+    CROSS JOIN LATERAL (
+        SELECT f.created_at, f.task_id FROM tasks f
+        WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
+            AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
+            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (@before::timestamptz, @before_id::uuid)
+        ORDER BY f.created_at DESC, f.task_id DESC
+        LIMIT (SELECT @max_rows::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
     UNION ALL
     SELECT r.created_at, r.task_id FROM tasks r
     WHERE 'processing' = ANY(@statuses::text[]) AND r.status = 'processing'
         AND (sqlc.narg('name')::text IS NULL OR r.name = sqlc.narg('name')::text)
-        AND r.created_at >= @since AND (r.created_at, r.task_id) < (@before::timestamptz, @before_id::uuid)
+        AND r.created_at >= @since::timestamptz AND (r.created_at, r.task_id) < (@before::timestamptz, @before_id::uuid)
     ORDER BY created_at DESC, task_id DESC
     LIMIT @max_rows::int
 )
