@@ -15,10 +15,10 @@ import (
 const listTasks = `-- name: ListTasks :many
 WITH RECURSIVE groups AS (
     -- With a name the groups are known. Without, these are the places behind the last group of each state, for ! follows the blank.
-    SELECT s.status, (s.status || COALESCE(' ' || left($1::text, 128), '!')) COLLATE "C" AS key, timestamptz 'infinity' AS newest
-    FROM (SELECT unnest($2::text[]) COLLATE "C" AS status) s
+    SELECT s.status, (s.status || COALESCE(' ' || left($1::text, 128), '!')) COLLATE "C" AS key, $2::timestamptz AS newest
+    FROM (SELECT unnest($3::text[]) COLLATE "C" AS status) s
     UNION ALL
-    SELECT g.status, n.key, n.created_at
+    SELECT g.status, n.key, LEAST(n.created_at, $2::timestamptz)
     FROM groups g
     CROSS JOIN LATERAL (
         SELECT (f.status || ' ' || left(f.name, 128)) COLLATE "C" AS key, f.created_at FROM tasks f
@@ -38,30 +38,30 @@ WITH RECURSIVE groups AS (
         SELECT f.created_at FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND ($1::text IS NULL OR f.name = $1::text)
-            AND f.created_at >= $3::timestamptz AND (f.created_at, f.task_id) < ($4::timestamptz, $5::uuid)
+            AND f.created_at >= $4::timestamptz AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', $2::timestamptz), $5::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT 1 + 4 * ($6::int) / count(*) FROM groups)
     ) h
-    WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < $4::timestamptz ORDER BY k.newest DESC OFFSET ($6::int) - 1 LIMIT 1), $3::timestamptz)
+    WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < $2::timestamptz ORDER BY k.newest DESC OFFSET ($6::int) - 1 LIMIT 1), $4::timestamptz)
 ), bound AS (
     -- Nothing older is on the page, for there are heads enough to fill it.
-    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET ($6::int) - 1 LIMIT 1), $3::timestamptz) AS since
+    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET ($6::int) - 1 LIMIT 1), $4::timestamptz) AS since
 ), page AS (
     SELECT i.created_at, i.task_id
-    FROM (SELECT DISTINCT h.key FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b)) g
+    FROM (SELECT h.key, max(h.created_at) AS newest FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b) GROUP BY h.key) g
     CROSS JOIN LATERAL (
         SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND ($1::text IS NULL OR f.name = $1::text)
-            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < ($4::timestamptz, $5::uuid)
+            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', $2::timestamptz), $5::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT $6::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
     UNION ALL
     SELECT r.created_at, r.task_id FROM tasks r
-    WHERE 'processing' = ANY($2::text[]) AND r.status = 'processing'
+    WHERE 'processing' = ANY($3::text[]) AND r.status = 'processing'
         AND ($1::text IS NULL OR r.name = $1::text)
-        AND r.created_at >= $3::timestamptz AND (r.created_at, r.task_id) < ($4::timestamptz, $5::uuid)
+        AND r.created_at >= $4::timestamptz AND (r.created_at, r.task_id) < ($2::timestamptz, $5::uuid)
     ORDER BY created_at DESC, task_id DESC
     LIMIT $6::int
 )
@@ -74,9 +74,9 @@ ORDER BY t.created_at DESC, t.task_id DESC
 
 type ListTasksParams struct {
 	Name     *string
+	Before   time.Time
 	Statuses []string
 	Since    time.Time
-	Before   time.Time
 	BeforeID uuid.UUID
 	MaxRows  int32
 }
@@ -107,13 +107,15 @@ type ListTasksRow struct {
 // tasks are all looked at, and no more of them run than there are slots. The others are
 // merged from their groups, the tasks of one state and name each (as far as 128 characters
 // tell), which the index holds one after the other, each in the order of the list. Without a
-// name the groups there are have to be found, by one look into the index each.
+// name the groups there are have to be found, by one look into the index each. Where the newest
+// task of a group is known, reading begins there: what is newer in the index are tasks that
+// have left the group, a million of them perhaps until the next vacuum.
 func (q *Queries) ListTasks(ctx context.Context, arg ListTasksParams) ([]ListTasksRow, error) {
 	rows, err := q.db.Query(ctx, listTasks,
 		arg.Name,
+		arg.Before,
 		arg.Statuses,
 		arg.Since,
-		arg.Before,
 		arg.BeforeID,
 		arg.MaxRows,
 	)

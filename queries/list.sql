@@ -4,13 +4,15 @@
 -- tasks are all looked at, and no more of them run than there are slots. The others are
 -- merged from their groups, the tasks of one state and name each (as far as 128 characters
 -- tell), which the index holds one after the other, each in the order of the list. Without a
--- name the groups there are have to be found, by one look into the index each.
+-- name the groups there are have to be found, by one look into the index each. Where the newest
+-- task of a group is known, reading begins there: what is newer in the index are tasks that
+-- have left the group, a million of them perhaps until the next vacuum.
 WITH RECURSIVE groups AS (
     -- With a name the groups are known. Without, these are the places behind the last group of each state, for ! follows the blank.
-    SELECT s.status, (s.status || COALESCE(' ' || left(sqlc.narg('name')::text, 128), '!')) COLLATE "C" AS key, timestamptz 'infinity' AS newest
+    SELECT s.status, (s.status || COALESCE(' ' || left(sqlc.narg('name')::text, 128), '!')) COLLATE "C" AS key, @before::timestamptz AS newest
     FROM (SELECT unnest(@statuses::text[]) COLLATE "C" AS status) s
     UNION ALL
-    SELECT g.status, n.key, n.created_at
+    SELECT g.status, n.key, LEAST(n.created_at, @before::timestamptz)
     FROM groups g
     CROSS JOIN LATERAL (
         SELECT (f.status || ' ' || left(f.name, 128)) COLLATE "C" AS key, f.created_at FROM tasks f
@@ -30,7 +32,7 @@ WITH RECURSIVE groups AS (
         SELECT f.created_at FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
-            AND f.created_at >= @since::timestamptz AND (f.created_at, f.task_id) < (@before::timestamptz, @before_id::uuid)
+            AND f.created_at >= @since::timestamptz AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', @before::timestamptz), @before_id::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT 1 + 4 * (@max_rows::int) / count(*) FROM groups)
     ) h
@@ -40,12 +42,12 @@ WITH RECURSIVE groups AS (
     SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET (@max_rows::int) - 1 LIMIT 1), @since::timestamptz) AS since
 ), page AS (
     SELECT i.created_at, i.task_id
-    FROM (SELECT DISTINCT h.key FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b)) g
+    FROM (SELECT h.key, max(h.created_at) AS newest FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b) GROUP BY h.key) g
     CROSS JOIN LATERAL (
         SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
-            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (@before::timestamptz, @before_id::uuid)
+            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', @before::timestamptz), @before_id::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT @max_rows::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
