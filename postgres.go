@@ -59,7 +59,7 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 		byIndex     bool
 	}{
 		{pool: &p.api, conns: 8},
-		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond},
+		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond, byIndex: true},
 		{pool: &p.work, conns: 4, lockTimeout: patience, byIndex: true},
 		{pool: &p.lease, conns: 3, keep: 3, lockTimeout: patience, byIndex: true},
 	} {
@@ -80,6 +80,9 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 			// While the statistics of a young table lag behind, the planner would join a
 			// batch of ids to it by reading the whole table.
 			setDefault(params, "enable_seqscan", "off")
+			// One plan serves batches of all sizes. The server would believe that one made for a
+			// single id is cheaper, and so plan again and again, for longer than it then runs.
+			setDefault(params, "plan_cache_mode", "force_generic_plan")
 		}
 		*kind.pool, err = pgxpool.NewWithConfig(ctx, c)
 		if err != nil {
