@@ -84,7 +84,8 @@ func startService(t testing.TB, cfg config, handlers map[string]handlerFunc) *te
 	g.Go(func() error {
 		defer p.close()
 		defer s.close()
-		return serve(ctx, log, instance, p, s, table, l, nil, func(addr string) { ready <- addr })
+		all := parts{log: log, cfg: instance, pools: p, stream: s, handlers: table, metrics: newMetrics()}
+		return all.serve(ctx, l, func(addr string) { ready <- addr })
 	})
 	svc := &testService{t: t, cfg: cfg, pool: p.api, stream: s, url: "http://" + <-ready}
 	svc.stop = sync.OnceValue(func() error {
