@@ -97,6 +97,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("POST "+batchPath, s.submitBatch)
 		s.mux.HandleFunc("POST /tasks/{$}", redirect("/tasks"))
 		s.mux.HandleFunc("GET /tasks", s.listTasks)
+		s.mux.HandleFunc("GET /tasks/{$}", redirect("/tasks"))
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
 		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
 		s.mux.HandleFunc("GET /events", s.allEvents)
