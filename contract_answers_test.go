@@ -103,6 +103,7 @@ func (s *answered) usual(t *testing.T) {
 	s.do(t, g, 415, "POST", "/tasks", `{"name":"a"}`)
 	s.do(t, g, 415, "POST", "/tasks", `{"name":"a"}`, "Content-Type", "application/json", "Content-Encoding", "gzip")
 	s.do(t, g, 308, "POST", "/tasks/", "")
+	s.do(t, g, 308, "GET", "/tasks/", "")
 	s.do(t, g, 202, "POST", "/tasks/batch", `{"tasks":[{"name":"a"}]}`, keyed...)
 	s.do(t, g, 200, "POST", "/tasks/batch", `{"tasks":[{"name":"a"}]}`, keyed...)
 	s.do(t, g, 422, "POST", "/tasks/batch", `{"tasks":[]}`, isJSONBody...)

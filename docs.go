@@ -7,6 +7,7 @@ import (
 	_ "embed"
 	"encoding/hex"
 	"net/http"
+	"net/url"
 	"strings"
 	"sync"
 )
@@ -91,8 +92,9 @@ func acceptsGzip(values []string) bool {
 
 // redirect returns a handler that sends clients elsewhere for good, with method and body.
 func redirect(path string) http.HandlerFunc {
-	return func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Location", path)
+	return func(w http.ResponseWriter, r *http.Request) {
+		to := url.URL{Path: path, RawQuery: r.URL.RawQuery}
+		w.Header().Set("Location", to.String())
 		w.WriteHeader(http.StatusPermanentRedirect)
 	}
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"golang.org/x/sync/semaphore"
 
 	"nexusflow/db"
 )
@@ -40,6 +41,7 @@ type server struct {
 	census      *census
 	metrics     *metrics
 	buffers     bufferPool
+	bodies      *semaphore.Weighted // bytes that large request bodies may hold
 	ready       readiness
 	draining    atomic.Bool
 	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
@@ -83,6 +85,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		mux:         new(routes),
 		intake:      newIntake(log, p, h, m),
 		metrics:     m,
+		bodies:      semaphore.NewWeighted(bodyMemory),
 		operating:   make(chan struct{}, 1),
 	}
 	s.lobby = newLobby(p.api, s.intake.note)
@@ -94,6 +97,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		s.mux.HandleFunc("POST "+batchPath, s.submitBatch)
 		s.mux.HandleFunc("POST /tasks/{$}", redirect("/tasks"))
 		s.mux.HandleFunc("GET /tasks", s.listTasks)
+		s.mux.HandleFunc("GET /tasks/{$}", redirect("/tasks"))
 		s.mux.HandleFunc("GET /tasks/{task_id}", s.showTask)
 		s.mux.HandleFunc("GET /tasks/{task_id}/events", s.taskEvents)
 		s.mux.HandleFunc("GET /events", s.allEvents)

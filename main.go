@@ -137,7 +137,8 @@ func run(ctx context.Context, getenv func(string) string, environ []string, logw
 		return usageError{err}
 	}
 	defer stream.close()
-	return serve(ctx, log, cfg, pools, stream, handlers, listener, died, ready)
+	p := parts{log: log, cfg: cfg, pools: pools, stream: stream, handlers: handlers, metrics: newMetrics(), died: died}
+	return p.serve(ctx, listener, ready)
 }
 
 // openRecord waits for PostgreSQL, brings the schema up to date and opens the pools. A
@@ -178,10 +179,22 @@ func prepareRecord(ctx context.Context, log *slog.Logger, cfg config) (*pools, e
 	return p, nil
 }
 
-// serve builds the parts and runs their loops. Two contexts order the end: ctx ends
+// parts are what the roles of a process have in common.
+type parts struct {
+	log      *slog.Logger
+	cfg      config
+	pools    *pools
+	stream   *stream
+	handlers *handlerTable
+	metrics  *metrics
+	died     <-chan error // an embedded server ended by itself
+}
+
+// serve builds the roles and runs their loops. Two contexts order the end: ctx ends
 // at the signal or with the first failure and stops what takes in work; live ends
 // when that has drained and stops what brings work to its end.
-func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, l net.Listener, died <-chan error, ready func(string)) error {
+func (p parts) serve(ctx context.Context, l net.Listener, ready func(string)) error {
+	log, cfg := p.log, p.cfg
 	asked := ctx // ends when somebody wants the process to stop, and not when a part fails
 	g, ctx := errgroup.WithContext(ctx)
 	live, stop := context.WithCancel(context.WithoutCancel(ctx))
@@ -199,16 +212,15 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 		})
 	}
 
-	m := newMetrics()
-	publisher := newPublisher(log, s, db.New(p.work))
+	publisher := newPublisher(log, p.stream, db.New(p.pools.work))
 	loop("publisher", publisher.run)
-	srv := newServer(log, cfg, p, h, hints{publish: publisher.publish, up: s.up, depth: s.depth, readers: s.readers}, m)
+	srv := newServer(log, cfg, p.pools, p.handlers, hints{publisher.publish, p.stream.up, p.stream.depth, p.stream.readers}, p.metrics)
 	loop("submitter", srv.run)
 	drained := func(time.Time) {}
 	if cfg.Worker {
-		drained = startWorker(ctx, g, loop, log, cfg, p, s, h, m, srv.changed)
+		drained = p.startWorker(ctx, g, loop, srv.changed)
 	}
-	loop("redis probe", s.run) // calls what startWorker has set
+	loop("redis probe", p.stream.run) // calls what startWorker has set
 
 	hs := srv.httpServer()
 	g.Go(func() error {
@@ -219,7 +231,7 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 	})
 	g.Go(func() error {
 		select {
-		case err := <-died:
+		case err := <-p.died:
 			return err
 		case <-live.Done():
 			return nil
@@ -262,8 +274,8 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 			err = context.Cause(ctx)
 		}
 	}
-	if cfg.Worker && s.up() {
-		if err := s.leave(context.WithoutCancel(ctx)); err != nil {
+	if cfg.Worker && p.stream.up() {
+		if err := p.stream.leave(context.WithoutCancel(ctx)); err != nil {
 			log.Debug("leave group", "err", err)
 		}
 	}
@@ -273,12 +285,13 @@ func serve(ctx context.Context, log *slog.Logger, cfg config, p *pools, s *strea
 
 // startWorker starts the loops of the worker role and returns what drains them. changed is
 // told of every task whose change is committed.
-func startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), log *slog.Logger, cfg config, p *pools, s *stream, h *handlerTable, m *metrics, changed func(uuid.UUID)) func(time.Time) {
-	claims, leases := db.New(p.work), db.New(p.lease)
+func (p parts) startWorker(ctx context.Context, g *errgroup.Group, loop func(string, func(context.Context) error), changed func(uuid.UUID)) func(time.Time) {
+	log, cfg, s := p.log, p.cfg, p.stream
+	claims, leases := db.New(p.pools.work), db.New(p.pools.lease)
 	access := newAccess(log, cfg.Lease/3)
-	w := newWorker(log, cfg, claims, leases, s, h, access, m)
-	d := newDispatcher(log, cfg, s, claims, access, m)
-	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, metrics: m, inFlight: w.inFlight, wake: d.wake}
+	w := newWorker(log, cfg, claims, leases, s, p.handlers, access, p.metrics)
+	d := newDispatcher(log, cfg, s, claims, access, p.metrics)
+	r := &reclaimer{log: log, cfg: cfg, stream: s, queries: leases, access: access, metrics: p.metrics, inFlight: w.inFlight, wake: d.wake}
 	pauses := &gate{log: log, stream: s, queries: claims, access: access, wake: d.wake, every: min(cfg.SweepInterval, pausePoll)}
 	w.retryIn = d.wakeAfter
 	w.changed = changed

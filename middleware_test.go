@@ -143,8 +143,10 @@ func TestUnmatched(t *testing.T) {
 	if a := g.do(t, "GET", "/tasks//x", "", "Authorization", "Bearer secret"); a.status != 307 || a.header.Get("Location") != "/tasks/x" {
 		t.Errorf("GET /tasks//x = %d %v, want 307 to /tasks/x", a.status, a.header)
 	}
-	if a := g.do(t, "POST", "/tasks/", "", "Authorization", "Bearer secret"); a.status != 308 || a.header.Get("Location") != "/tasks" {
-		t.Errorf("POST /tasks/ = %d %v, want 308 to /tasks", a.status, a.header)
+	for method, query := range map[string]string{"POST": "", "GET": "?status=failed&name=a%20b"} {
+		if a := g.do(t, method, "/tasks/"+query, "", "Authorization", "Bearer secret"); a.status != 308 || a.header.Get("Location") != "/tasks"+query {
+			t.Errorf("%s /tasks/%s = %d %v, want 308 to /tasks", method, query, a.status, a.header)
+		}
 	}
 }
 

@@ -210,6 +210,9 @@ func (w *worker) logOutcome(o outcome, v verdict) {
 		slog.String("task_id", t.ID.String()), slog.String("name", t.Name), slog.Int64("attempt", int64(t.Attempt)),
 		slog.Int64("took_ms", o.took.Milliseconds()),
 	}
+	if t.Traceparent != "" {
+		attrs = append(attrs, slog.String("traceparent", t.Traceparent))
+	}
 	if o.kind != outcomeComplete {
 		attrs = append(attrs, slog.String("cause", o.cause), slog.Int64("retry_count", int64(v.retryCount)))
 		if w.log.Enabled(ctx, slog.LevelDebug) {

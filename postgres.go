@@ -8,10 +8,8 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
-	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -59,7 +57,7 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 		byIndex     bool
 	}{
 		{pool: &p.api, conns: 8},
-		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond},
+		{pool: &p.submit, conns: 2, lockTimeout: 100 * time.Millisecond, byIndex: true},
 		{pool: &p.work, conns: 4, lockTimeout: patience, byIndex: true},
 		{pool: &p.lease, conns: 3, keep: 3, lockTimeout: patience, byIndex: true},
 	} {
@@ -80,6 +78,9 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 			// While the statistics of a young table lag behind, the planner would join a
 			// batch of ids to it by reading the whole table.
 			setDefault(params, "enable_seqscan", "off")
+			// One plan serves batches of all sizes. The server would believe that one made for a
+			// single id is cheaper, and so plan again and again, for longer than it then runs.
+			setDefault(params, "plan_cache_mode", "force_generic_plan")
 		}
 		*kind.pool, err = pgxpool.NewWithConfig(ctx, c)
 		if err != nil {
@@ -154,69 +155,6 @@ func setDefault(params map[string]string, name, value string) {
 
 func milliseconds(d time.Duration) string {
 	return strconv.FormatInt(d.Milliseconds(), 10)
-}
-
-// registerTypes teaches a connection what the arguments of our statements are, for
-// the modes that do not ask the server (default_query_exec_mode=exec and
-// simple_protocol, for poolers), and to return times in UTC whatever TZ says.
-func registerTypes(_ context.Context, conn *pgx.Conn) error {
-	m := conn.TypeMap()
-	id := &pgtype.Type{Name: "uuid", OID: pgtype.UUIDOID, Codec: uuidCodec{}}
-	m.RegisterType(id)
-	m.RegisterType(&pgtype.Type{Name: "_uuid", OID: pgtype.UUIDArrayOID, Codec: &pgtype.ArrayCodec{ElementType: id}})
-	m.RegisterDefaultPgType(uuid.UUID{}, "uuid")
-	m.RegisterDefaultPgType([]uuid.UUID{}, "_uuid")
-	m.RegisterType(&pgtype.Type{
-		Name:  "timestamptz",
-		OID:   pgtype.TimestamptzOID,
-		Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
-	})
-	return nil
-}
-
-// uuidCodec passes uuid.UUID to and from PostgreSQL as the 16 bytes it is. Without it
-// pgx takes the way through database/sql: it formats a text, fails to send that in binary,
-// and parses it again, which for a batch of 100 ids is 200 us and 2,000 allocations.
-type uuidCodec struct{ pgtype.UUIDCodec }
-
-func (c uuidCodec) PlanEncode(m *pgtype.Map, oid uint32, format int16, value any) pgtype.EncodePlan {
-	if _, ok := value.(uuid.UUID); !ok {
-		return c.UUIDCodec.PlanEncode(m, oid, format, value)
-	}
-	if format == pgtype.BinaryFormatCode {
-		return encodeUUIDBinary{}
-	}
-	return encodeUUIDText{}
-}
-
-func (c uuidCodec) PlanScan(m *pgtype.Map, oid uint32, format int16, target any) pgtype.ScanPlan {
-	if _, ok := target.(*uuid.UUID); ok && format == pgtype.BinaryFormatCode {
-		return scanUUIDBinary{}
-	}
-	return c.UUIDCodec.PlanScan(m, oid, format, target)
-}
-
-type encodeUUIDBinary struct{}
-
-func (encodeUUIDBinary) Encode(value any, buf []byte) ([]byte, error) {
-	id := value.(uuid.UUID)
-	return append(buf, id[:]...), nil
-}
-
-type encodeUUIDText struct{}
-
-func (encodeUUIDText) Encode(value any, buf []byte) ([]byte, error) {
-	return append(buf, value.(uuid.UUID).String()...), nil
-}
-
-type scanUUIDBinary struct{}
-
-func (scanUUIDBinary) Scan(src []byte, target any) error {
-	if len(src) != 16 {
-		return fmt.Errorf("scan uuid: %d bytes", len(src))
-	}
-	copy(target.(*uuid.UUID)[:], src)
-	return nil
 }
 
 // waitForPostgres returns when the database answers. It tries attempts times, delay

@@ -36,11 +36,15 @@ func TestOpenPools(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
 	type settings struct {
-		Conns                                                 int32
-		Statement, Lock, Idle, SeqScan, TimeZone, Application string
+		Conns                                                        int32
+		Statement, Lock, Idle, SeqScan, Plans, TimeZone, Application string
 	}
-	base := settings{8, "5s", "0", "5s", "on", "UTC", "nexusflow"}
-	with := func(change func(*settings)) settings { s := base; change(&s); return s }
+	base := settings{8, "5s", "0", "5s", "on", "auto", "UTC", "nexusflow"}
+	byIndex := func(conns int32, lock string) settings {
+		s := base
+		s.Conns, s.Lock, s.SeqScan, s.Plans = conns, lock, "off", "force_generic_plan"
+		return s
+	}
 	for _, test := range []struct {
 		name, more               string
 		lease                    time.Duration
@@ -48,16 +52,14 @@ func TestOpenPools(t *testing.T) {
 	}{
 		{
 			"defaults", "", 30 * time.Second, base,
-			with(func(s *settings) { s.Conns, s.Lock = 2, "100ms" }),
-			with(func(s *settings) { s.Conns, s.Lock, s.SeqScan = 4, "2s", "off" }),
-			with(func(s *settings) { s.Conns, s.Lock, s.SeqScan = 3, "2s", "off" }),
+			byIndex(2, "100ms"), byIndex(4, "2s"), byIndex(3, "2s"),
 		},
 		{
 			"short lease, own settings", "&pool_max_conns=20&application_name=mine&statement_timeout=9s&timezone=Asia/Kolkata", 2 * time.Second,
-			settings{20, "9s", "0", "5s", "on", "Asia/Kolkata", "mine"},
-			settings{2, "9s", "100ms", "5s", "on", "Asia/Kolkata", "mine"},
-			settings{4, "9s", "200ms", "5s", "off", "Asia/Kolkata", "mine"},
-			settings{3, "9s", "200ms", "5s", "off", "Asia/Kolkata", "mine"},
+			settings{20, "9s", "0", "5s", "on", "auto", "Asia/Kolkata", "mine"},
+			settings{2, "9s", "100ms", "5s", "off", "force_generic_plan", "Asia/Kolkata", "mine"},
+			settings{4, "9s", "200ms", "5s", "off", "force_generic_plan", "Asia/Kolkata", "mine"},
+			settings{3, "9s", "200ms", "5s", "off", "force_generic_plan", "Asia/Kolkata", "mine"},
 		},
 	} {
 		p := openTestPools(t, dsn+test.more, test.lease)
@@ -68,8 +70,9 @@ func TestOpenPools(t *testing.T) {
 		}{{"api", p.api, test.api}, {"submit", p.submit, test.submit}, {"work", p.work, test.work}, {"lease", p.lease, test.keeps}} {
 			got := settings{Conns: pool.pool.Config().MaxConns}
 			err := pool.pool.QueryRow(t.Context(), `SELECT current_setting('statement_timeout'), current_setting('lock_timeout'),
-				current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan'), current_setting('timezone'),
-				current_setting('application_name')`).Scan(&got.Statement, &got.Lock, &got.Idle, &got.SeqScan, &got.TimeZone, &got.Application)
+				current_setting('idle_in_transaction_session_timeout'), current_setting('enable_seqscan'), current_setting('plan_cache_mode'),
+				current_setting('timezone'), current_setting('application_name')`).Scan(
+				&got.Statement, &got.Lock, &got.Idle, &got.SeqScan, &got.Plans, &got.TimeZone, &got.Application)
 			if err != nil {
 				t.Fatal(err)
 			}

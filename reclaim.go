@@ -121,9 +121,10 @@ func (r *reclaimer) armed() bool {
 	return r.access.unbroken(beatsToTrust * r.cfg.Lease / 3)
 }
 
-// runReaper expires leases every SWEEP_INTERVAL until ctx ends.
+// runReaper expires leases every SWEEP_INTERVAL until ctx ends, and twice in a heartbeat interval
+// if that is sooner: in an idle worker nobody else may ask, and its silence would count as a break.
 func (r *reclaimer) runReaper(ctx context.Context) error {
-	for sleep(ctx, r.cfg.SweepInterval) {
+	for sleep(ctx, min(r.cfg.SweepInterval, r.cfg.Lease/6)) {
 		err := r.reap(ctx)
 		if ctx.Err() == nil {
 			r.access.note(err)

@@ -100,6 +100,17 @@ func TestDeadWorkersTaskRunsAgain(t *testing.T) {
 	s.atRest()
 }
 
+// With SWEEP_INTERVAL above LEASE/3 an idle worker judges leases all the same: it asks often
+// enough not to take its own silence for a break.
+func TestShortLeaseIsJudged(t *testing.T) {
+	t.Parallel()
+	cfg := fastConfig(t)
+	cfg.SweepInterval = time.Second // LEASE is 2 s
+	s := startService(t, cfg, nil)
+	id := s.insert("once", "status='processing'", "attempt=1", "lease_until=now()", "locked_by='dead'", "started_at=now()")
+	wantTask(t, s.await(id, statusCompleted), statusCompleted, 2, 0, 1, "")
+}
+
 // A task that has spent its budget of lost workers fails and says so.
 func TestPoisonTaskFails(t *testing.T) {
 	t.Parallel()

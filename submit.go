@@ -1,47 +1,27 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"errors"
-	"io"
-	"mime"
 	"net/http"
 	"strings"
-	"sync"
 
 	"github.com/google/uuid"
 
 	"nexusflow/db"
 )
 
-// maxPooledBody is the largest buffer that is kept for the next request: a few large
-// bodies must not occupy memory for ever.
-const maxPooledBody = 64 << 10
-
 var errUnstorable = fieldErrors{{Type: "json_unstorable", Loc: []any{"body"}, Msg: "Input holds data that cannot be stored"}}
-
-// bufferPool lends buffers for request bodies.
-type bufferPool struct{ pool sync.Pool }
-
-func (p *bufferPool) get() *bytes.Buffer {
-	if b, ok := p.pool.Get().(*bytes.Buffer); ok {
-		return b
-	}
-	return new(bytes.Buffer)
-}
-
-func (p *bufferPool) put(b *bytes.Buffer) {
-	if b.Cap() <= maxPooledBody {
-		b.Reset()
-		p.pool.Put(b)
-	}
-}
 
 // submit answers POST /tasks. 202 and 200 mean that the task is committed in PostgreSQL;
 // nothing else has to be up.
 func (s *server) submit(w http.ResponseWriter, r *http.Request) {
+	release, err := s.reserve(r, maxBodyBytes)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	defer release()
 	sub, err := s.readSubmission(w, r)
 	if err != nil {
 		s.metrics.invalid.Inc()
@@ -69,6 +49,7 @@ func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 	defer cancel()
 	task.ctx, task.done = ctx, make(chan receipt, 1)
 	o := s.intake.submit(task)
+	release() // who waits for the end of the task holds no memory for it
 	if o.err != nil {
 		s.fail(w, r, o.err)
 		return
@@ -155,71 +136,6 @@ func (s *server) readSubmission(w http.ResponseWriter, r *http.Request) (submiss
 	}
 	// The submission holds copies only, so the buffer may go back.
 	return parseSubmission(buf.Bytes(), key, s.limits)
-}
-
-// readHead checks what can be known before the body, of at most limit bytes, is read, and
-// returns the key in the header.
-func readHead(r *http.Request, limit int64) (keyHeader, error) {
-	if err := checkMedia(r.Header); err != nil {
-		return keyHeader{}, err
-	}
-	if r.ContentLength > limit {
-		return keyHeader{}, tooLarge(limit)
-	}
-	return parseKeyHeader(r.Header.Values("Idempotency-Key"))
-}
-
-// readBody reads a body of at most limit bytes, however it is framed.
-func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit int64) error {
-	_, err := io.Copy(buf, http.MaxBytesReader(w, r.Body, limit))
-	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return tooLarge(limit)
-	}
-	if err != nil {
-		return errBodyUnread
-	}
-	return nil
-}
-
-// checkMedia refuses bodies that do not say they are JSON, which also keeps out the
-// requests that a browser sends across origins without asking, and
-// compressed ones, which may be bombs.
-func checkMedia(h http.Header) error {
-	types := h.Values("Content-Type")
-	if len(types) != 1 || !isJSON(types[0]) {
-		return unsupported("The Content-Type must be application/json in UTF-8.", "Accept-Post", "application/json")
-	}
-	for _, coding := range h.Values("Content-Encoding") {
-		if coding != "" && !strings.EqualFold(coding, "identity") {
-			return unsupported("The body must not be compressed.", "Accept-Encoding", "identity")
-		}
-	}
-	return nil
-}
-
-func isJSON(contentType string) bool {
-	if contentType == "application/json" {
-		return true
-	}
-	media, params, err := mime.ParseMediaType(contentType)
-	if err != nil {
-		return false
-	}
-	if charset, given := params["charset"]; given && !strings.EqualFold(charset, "utf-8") {
-		return false
-	}
-	subtype, ok := strings.CutPrefix(media, "application/")
-	return ok && (subtype == "json" || strings.HasSuffix(subtype, "+json"))
-}
-
-func unsupported(detail, header, value string) *httpError {
-	return &httpError{
-		status: http.StatusUnsupportedMediaType,
-		name:   "unsupported-media-type",
-		title:  "Unsupported media type",
-		detail: detail,
-		header: [2]string{header, value},
-	}
 }
 
 // traceparent returns a W3C trace context if it is well-formed, else "": tracing is never

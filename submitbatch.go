@@ -17,6 +17,12 @@ const (
 // submitBatch answers POST /tasks/batch. With 202 and 200 every item has a task that is
 // committed in PostgreSQL; with any other answer nothing was created.
 func (s *server) submitBatch(w http.ResponseWriter, r *http.Request) {
+	release, err := s.reserve(r, maxBatchBytes)
+	if err != nil {
+		s.fail(w, r, err)
+		return
+	}
+	defer release()
 	tasks, err := s.readBatch(w, r)
 	if err != nil {
 		s.metrics.invalid.Inc()

@@ -376,7 +376,8 @@ func TestWorkerTellsChanges(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var g errgroup.Group
 	loop := func(_ string, run func(context.Context) error) { g.Go(func() error { return run(ctx) }) }
-	drained := startWorker(ctx, &g, loop, testLog(t), cfg, p, stream, table, newMetrics(), changed)
+	all := parts{log: testLog(t), cfg: cfg, pools: p, stream: stream, handlers: table, metrics: newMetrics()}
+	drained := all.startWorker(ctx, &g, loop, changed)
 	if _, err := p.api.Exec(t.Context(), "INSERT INTO tasks (name) VALUES ('quick')"); err != nil {
 		t.Fatal(err)
 	}

@@ -1,10 +1,12 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"runtime"
 	"strings"
@@ -84,7 +86,8 @@ func startService(t testing.TB, cfg config, handlers map[string]handlerFunc) *te
 	g.Go(func() error {
 		defer p.close()
 		defer s.close()
-		return serve(ctx, log, instance, p, s, table, l, nil, func(addr string) { ready <- addr })
+		all := parts{log: log, cfg: instance, pools: p, stream: s, handlers: table, metrics: newMetrics()}
+		return all.serve(ctx, l, func(addr string) { ready <- addr })
 	})
 	svc := &testService{t: t, cfg: cfg, pool: p.api, stream: s, url: "http://" + <-ready}
 	svc.stop = sync.OnceValue(func() error {
@@ -275,6 +278,24 @@ func TestUnknownNameFails(t *testing.T) {
 	o := a.outcome(nil, err)
 	if o.kind != outcomeFail || !o.permanent || !strings.Contains(o.message, `no handler for task name "nobody"`) {
 		t.Errorf("outcome = %+v", o)
+	}
+}
+
+// The line of an attempt carries the submitter's trace context, where there is one.
+func TestOutcomeLogTraced(t *testing.T) {
+	for _, traceparent := range []string{"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", ""} {
+		var out bytes.Buffer
+		log := slog.New(slog.NewJSONHandler(&out, nil))
+		w := newWorker(log, fastConfig(t), nil, nil, nil, &handlerTable{}, newAccess(discardLog(), time.Second), newMetrics())
+		a := &attempt{w: w, task: task{Name: "x", Traceparent: traceparent}}
+		w.logOutcome(outcome{attempt: a, kind: outcomeComplete}, verdict{status: statusCompleted})
+		var line map[string]any
+		if err := json.Unmarshal(out.Bytes(), &line); err != nil {
+			t.Fatal(err)
+		}
+		if got, there := line["traceparent"]; there != (traceparent != "") || there && got != traceparent {
+			t.Errorf("traceparent %q is logged as %s", traceparent, &out)
+		}
 	}
 }
 

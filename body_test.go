@@ -1,0 +1,78 @@
+package main
+
+import (
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+)
+
+// stall begins to upload a batch of the largest size and goes on holding the connection.
+func (g *gateway) stall(t *testing.T) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", g.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if _, err := fmt.Fprintf(conn, "POST /tasks/batch HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n{", maxBatchBytes); err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}
+
+// Large bodies share a fixed amount of memory: one more waits for a while and is then told to
+// come back. Small ones, a client that goes away and one that waits for a task's end do not
+// take part.
+func TestBodyMemory(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	large := `{"tasks":[{"name":"process_video"}]` + strings.Repeat(" ", 2*maxPooledBody) + "}"
+
+	waiting := make(chan answer, 1)
+	go func() {
+		waiting <- g.do(t, http.MethodPost, "/tasks", `{"name":"process_video"`+strings.Repeat(" ", maxPooledBody)+"}", "Content-Type", "application/json", "Prefer", "wait=20")
+	}()
+	eventually(t, "the task that is waited for is stored", func() bool { return g.number(t, "SELECT count(*) FROM tasks") == 1 })
+
+	var stalled []net.Conn
+	for range bodyMemory / maxBatchBytes {
+		stalled = append(stalled, g.stall(t))
+	}
+	eventually(t, "no memory is left", func() bool {
+		if g.server.bodies.TryAcquire(1) {
+			g.server.bodies.Release(1)
+			return false
+		}
+		return true
+	})
+	if a := g.post(t, `{"name":"process_video"}`); a.status != http.StatusAccepted {
+		t.Errorf("small body: %s", transcript(a))
+	}
+	if a := g.do(t, http.MethodPost, "/tasks/batch", large, "Content-Type", "application/json"); a.status != http.StatusServiceUnavailable || a.header.Get("Retry-After") == "" {
+		t.Errorf("a body without memory: %s", transcript(a))
+	}
+	go func() {
+		time.Sleep(slotLimit / 4)
+		stalled[0].Close()
+	}()
+	if a := g.do(t, http.MethodPost, "/tasks/batch", large, "Content-Type", "application/json"); a.status != http.StatusAccepted {
+		t.Errorf("a body that has to wait for memory: %s", transcript(a))
+	}
+	g.exec(t, "UPDATE tasks SET status = 'completed', finished_at = now(), updated_at = now() WHERE status = 'pending'")
+	if a := <-waiting; a.status != http.StatusAccepted {
+		t.Errorf("waited for the end: %s", transcript(a))
+	}
+	for _, c := range stalled {
+		c.Close()
+	}
+	eventually(t, "all memory is given back", func() bool {
+		if !g.server.bodies.TryAcquire(bodyMemory) {
+			return false
+		}
+		g.server.bodies.Release(bodyMemory)
+		return true
+	})
+}
