@@ -9,6 +9,8 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+
+	"golang.org/x/sync/semaphore"
 )
 
 const (
@@ -16,10 +18,17 @@ const (
 	// bodies must not occupy memory for ever.
 	maxPooledBody = 64 << 10
 
-	// bodyMemory is what all larger bodies may hold at a time, in bytes as sent; with copies and
-	// the statement that stores them that is some four times as much memory.
+	// bodyMemory is what all bodies may hold at a time beyond their first maxPooledBody bytes, as
+	// sent: with copies and the statement that stores them that is several times as much.
 	bodyMemory = 32 << 20
+	bodyStep   = 256 << 10 // in which they ask for it
 )
+
+var errNoMemory = &httpError{
+	status: http.StatusServiceUnavailable,
+	detail: "Too many large bodies are on their way. Send the request again, with the same key.",
+	header: [2]string{"Retry-After", "1"},
+}
 
 // bufferPool lends buffers for request bodies.
 type bufferPool struct{ pool sync.Pool }
@@ -50,36 +59,51 @@ func readHead(r *http.Request, limit int64) (keyHeader, error) {
 	return parseKeyHeader(r.Header.Values("Idempotency-Key"))
 }
 
-// reserve waits until there is memory for the body of r, of at most limit bytes, beside those
-// of other requests, for slotLimit at most, and returns what gives it back, which may be
-// called twice. A small body need not wait. Without this some dozens of large batches at
-// once would be the end of a small container.
-func (s *server) reserve(r *http.Request, limit int64) (release func(), err error) {
-	n := r.ContentLength
-	if n < 0 {
-		n = limit // nobody knows
-	}
-	if n <= maxPooledBody || n > limit {
-		return func() {}, nil
-	}
-	ctx, cancel := context.WithTimeout(r.Context(), slotLimit)
-	defer cancel()
-	if s.bodies.Acquire(ctx, n) != nil {
-		return nil, errUnavailable
-	}
-	return sync.OnceFunc(func() { s.bodies.Release(n) }), nil
+// A bodyLoan is memory that one request body holds of what there is for large ones.
+type bodyLoan struct {
+	from *semaphore.Weighted
+	held int64
 }
 
-// readBody reads a body of at most limit bytes, however it is framed.
-func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit int64) error {
-	_, err := io.Copy(buf, http.MaxBytesReader(w, r.Body, limit))
-	if _, large := errors.AsType[*http.MaxBytesError](err); large {
-		return tooLarge(limit)
+// grow waits for n bytes more, for slotLimit at most, and fails with errNoMemory.
+func (l *bodyLoan) grow(ctx context.Context, n int64) error {
+	ctx, cancel := context.WithTimeout(ctx, slotLimit)
+	defer cancel()
+	if l.from.Acquire(ctx, n) != nil {
+		return errNoMemory
 	}
-	if err != nil {
-		return errBodyUnread
-	}
+	l.held += n
 	return nil
+}
+
+// giveBack may be called twice. Nothing may refer to the body any more.
+func (l *bodyLoan) giveBack() {
+	if l.held > 0 {
+		l.from.Release(l.held)
+		l.held = 0
+	}
+}
+
+// readBody reads a body of at most limit bytes, however it is framed. What is beyond a small one
+// is borrowed as it arrives: who only announces much holds nothing. Without that some dozens
+// of large batches at once would be the end of a small container.
+func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit int64, loan *bodyLoan) error {
+	body := http.MaxBytesReader(w, r.Body, limit)
+	for step := int64(maxPooledBody); ; step = bodyStep {
+		_, err := io.CopyN(buf, body, step)
+		if err == io.EOF {
+			return nil
+		}
+		if _, large := errors.AsType[*http.MaxBytesError](err); large {
+			return tooLarge(limit)
+		}
+		if err != nil {
+			return errBodyUnread
+		}
+		if err := loan.grow(r.Context(), bodyStep); err != nil {
+			return err
+		}
+	}
 }
 
 // checkMedia refuses bodies that do not say they are JSON, which also keeps out the

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"strings"
@@ -9,23 +10,23 @@ import (
 	"time"
 )
 
-// stall begins to upload a batch of the largest size and goes on holding the connection.
-func (g *gateway) stall(t *testing.T) net.Conn {
+// stall uploads the first n bytes of a batch of the largest size and holds the connection.
+func (g *gateway) stall(t *testing.T, n int) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", g.Listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
-	if _, err := fmt.Fprintf(conn, "POST /tasks/batch HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n{", maxBatchBytes); err != nil {
+	if _, err := fmt.Fprintf(conn, "POST /tasks/batch HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", maxBatchBytes, strings.Repeat(" ", n)); err != nil {
 		t.Fatal(err)
 	}
 	return conn
 }
 
 // Large bodies share a fixed amount of memory: one more waits for a while and is then told to
-// come back. Small ones, a client that goes away and one that waits for a task's end do not
-// take part.
+// come back. Small ones, however framed, those that are only announced, what is wrong before the
+// body is read, a client that goes away and one that waits for a task's end take no part.
 func TestBodyMemory(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), nil)
@@ -37,13 +38,14 @@ func TestBodyMemory(t *testing.T) {
 	}()
 	eventually(t, "the task that is waited for is stored", func() bool { return g.number(t, "SELECT count(*) FROM tasks") == 1 })
 
-	var stalled []net.Conn
+	stalled := []net.Conn{g.stall(t, 0), g.stall(t, 100)}
 	for range bodyMemory / maxBatchBytes {
-		stalled = append(stalled, g.stall(t))
+		stalled = append(stalled, g.stall(t, maxBatchBytes-bodyStep)) // holds that much
+		stalled = append(stalled, g.stall(t, maxPooledBody+1))        // holds bodyStep
 	}
 	eventually(t, "no memory is left", func() bool {
-		if g.server.bodies.TryAcquire(1) {
-			g.server.bodies.Release(1)
+		if g.server.bodies.TryAcquire(bodyStep) {
+			g.server.bodies.Release(bodyStep)
 			return false
 		}
 		return true
@@ -51,12 +53,21 @@ func TestBodyMemory(t *testing.T) {
 	if a := g.post(t, `{"name":"process_video"}`); a.status != http.StatusAccepted {
 		t.Errorf("small body: %s", transcript(a))
 	}
+	chunked, err := g.try(t.Context(), http.MethodPost, "/tasks", io.MultiReader(strings.NewReader(`{"name":"process_video"}`)), "Content-Type", "application/json")
+	if err != nil || chunked.status != http.StatusAccepted {
+		t.Errorf("small chunked body: %v %s", err, transcript(chunked))
+	}
+	if a := g.do(t, http.MethodPost, "/tasks/batch", large, "Content-Type", "text/plain"); a.status != http.StatusUnsupportedMediaType {
+		t.Errorf("large body of a wrong type: %s", transcript(a))
+	}
 	if a := g.do(t, http.MethodPost, "/tasks/batch", large, "Content-Type", "application/json"); a.status != http.StatusServiceUnavailable || a.header.Get("Retry-After") == "" {
 		t.Errorf("a body without memory: %s", transcript(a))
 	}
 	go func() {
-		time.Sleep(slotLimit / 4)
-		stalled[0].Close()
+		time.Sleep(slotLimit / 4) // while the next request waits
+		for _, c := range stalled {
+			c.Close()
+		}
 	}()
 	if a := g.do(t, http.MethodPost, "/tasks/batch", large, "Content-Type", "application/json"); a.status != http.StatusAccepted {
 		t.Errorf("a body that has to wait for memory: %s", transcript(a))
@@ -64,9 +75,6 @@ func TestBodyMemory(t *testing.T) {
 	g.exec(t, "UPDATE tasks SET status = 'completed', finished_at = now(), updated_at = now() WHERE status = 'pending'")
 	if a := <-waiting; a.status != http.StatusAccepted {
 		t.Errorf("waited for the end: %s", transcript(a))
-	}
-	for _, c := range stalled {
-		c.Close()
 	}
 	eventually(t, "all memory is given back", func() bool {
 		if !g.server.bodies.TryAcquire(bodyMemory) {

@@ -16,16 +16,11 @@ var errUnstorable = fieldErrors{{Type: "json_unstorable", Loc: []any{"body"}, Ms
 // submit answers POST /tasks. 202 and 200 mean that the task is committed in PostgreSQL;
 // nothing else has to be up.
 func (s *server) submit(w http.ResponseWriter, r *http.Request) {
-	release, err := s.reserve(r, maxBodyBytes)
+	memory := bodyLoan{from: s.bodies}
+	defer memory.giveBack()
+	sub, err := s.readSubmission(w, r, &memory)
 	if err != nil {
-		s.fail(w, r, err)
-		return
-	}
-	defer release()
-	sub, err := s.readSubmission(w, r)
-	if err != nil {
-		s.metrics.invalid.Inc()
-		s.fail(w, r, err)
+		s.refuse(w, r, err)
 		return
 	}
 	h, ok := s.handlers.find(sub.Name)
@@ -49,12 +44,24 @@ func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 	defer cancel()
 	task.ctx, task.done = ctx, make(chan receipt, 1)
 	o := s.intake.submit(task)
-	release() // who waits for the end of the task holds no memory for it
 	if o.err != nil {
 		s.fail(w, r, o.err)
 		return
 	}
-	writeAccepted(w, o, sub.Key, s.awaitAccepted(w, r, o.id))
+	// Name and key are part of the body, which may be large: who waits for the end of the task
+	// must not hold it.
+	o.name = strings.Clone(o.name)
+	key := strings.Clone(sub.Key)
+	memory.giveBack()
+	writeAccepted(w, o, key, s.awaitAccepted(w, r, o.id))
+}
+
+// refuse answers a submission that could not be read.
+func (s *server) refuse(w http.ResponseWriter, r *http.Request, err error) {
+	if err != errNoMemory {
+		s.metrics.invalid.Inc()
+	}
+	s.fail(w, r, err)
 }
 
 // prepare returns the task that is to be stored for a submission: with an id, and with
@@ -124,14 +131,14 @@ func appendReceipt(b []byte, id string, o *receipt, key string) []byte {
 
 // readSubmission checks a request in a fixed order, so that of several errors
 // a client always sees the same one.
-func (s *server) readSubmission(w http.ResponseWriter, r *http.Request) (submission, error) {
+func (s *server) readSubmission(w http.ResponseWriter, r *http.Request, memory *bodyLoan) (submission, error) {
 	key, err := readHead(r, maxBodyBytes)
 	if err != nil {
 		return submission{}, err
 	}
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
-	if err := readBody(buf, w, r, maxBodyBytes); err != nil {
+	if err := readBody(buf, w, r, maxBodyBytes, memory); err != nil {
 		return submission{}, err
 	}
 	// The submission holds copies only, so the buffer may go back.

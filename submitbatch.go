@@ -17,16 +17,11 @@ const (
 // submitBatch answers POST /tasks/batch. With 202 and 200 every item has a task that is
 // committed in PostgreSQL; with any other answer nothing was created.
 func (s *server) submitBatch(w http.ResponseWriter, r *http.Request) {
-	release, err := s.reserve(r, maxBatchBytes)
+	memory := bodyLoan{from: s.bodies}
+	defer memory.giveBack()
+	tasks, err := s.readBatch(w, r, &memory)
 	if err != nil {
-		s.fail(w, r, err)
-		return
-	}
-	defer release()
-	tasks, err := s.readBatch(w, r)
-	if err != nil {
-		s.metrics.invalid.Inc()
-		s.fail(w, r, err)
+		s.refuse(w, r, err)
 		return
 	}
 	if s.backlogged.Load() {
@@ -41,6 +36,7 @@ func (s *server) submitBatch(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
+	memory.giveBack() // almost: a slow reader of the answer holds up no other body
 	writeBatch(w, tasks, receipts)
 }
 
@@ -76,7 +72,7 @@ func writeBatch(w http.ResponseWriter, tasks []*waiter, receipts []receipt) {
 }
 
 // readBatch checks a request in the same order as readSubmission and returns its tasks.
-func (s *server) readBatch(w http.ResponseWriter, r *http.Request) ([]*waiter, error) {
+func (s *server) readBatch(w http.ResponseWriter, r *http.Request, memory *bodyLoan) ([]*waiter, error) {
 	key, err := readHead(r, maxBatchBytes)
 	if err != nil {
 		return nil, err
@@ -84,7 +80,7 @@ func (s *server) readBatch(w http.ResponseWriter, r *http.Request) ([]*waiter, e
 	if len(key.key) > maxBatchKeyLen {
 		return nil, &keyError{fmt.Sprintf("the idempotency key of a batch has at most %d characters", maxBatchKeyLen)}
 	}
-	subs, err := s.readItems(w, r, key)
+	subs, err := s.readItems(w, r, key, memory)
 	if err != nil {
 		return nil, err
 	}
@@ -100,10 +96,10 @@ func (s *server) readBatch(w http.ResponseWriter, r *http.Request) ([]*waiter, e
 }
 
 // readItems reads the body. The submissions hold copies only.
-func (s *server) readItems(w http.ResponseWriter, r *http.Request, key keyHeader) ([]submission, error) {
+func (s *server) readItems(w http.ResponseWriter, r *http.Request, key keyHeader, memory *bodyLoan) ([]submission, error) {
 	buf := s.buffers.get()
 	defer s.buffers.put(buf)
-	if err := readBody(buf, w, r, maxBatchBytes); err != nil {
+	if err := readBody(buf, w, r, maxBatchBytes, memory); err != nil {
 		return nil, err
 	}
 	text := scanner{src: buf.String()}
