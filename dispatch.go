@@ -14,9 +14,11 @@ import (
 const (
 	publishBatch = 512
 	sweepPage    = 512
-	// A long backlog is published at some 21,000 tasks a second, faster than most handlers ask
-	// for them, and leaves PostgreSQL time for submissions.
+	// A process publishes a long backlog at some 21,000 tasks a second, faster than most
+	// handlers ask for them, and leaves PostgreSQL time for submissions.
 	pageTime = 24 * time.Millisecond
+	// sweepTime is how long one kind of backlog may keep all others waiting.
+	sweepTime = time.Second
 	// A row is marked as published a moment before its entry is added; only a row
 	// older than the oldest undelivered entry by more than this has lost its own.
 	republishMargin = 2 * time.Second
@@ -135,7 +137,8 @@ func (d *dispatcher) run(ctx context.Context) error {
 	}
 }
 
-// sweep publishes due tasks until there are none left (T8). Its error is
+// sweep publishes due tasks (T8) until there are none left, or for sweepTime, and again at
+// once if there may be more. Its error is
 // PostgreSQL's; what Redis refused is unpublished again and waits for the next sweep.
 func (d *dispatcher) sweep(ctx context.Context) error {
 	_, err := d.pages(ctx, func(ctx context.Context) ([]entry, error) {
@@ -192,11 +195,12 @@ func (d *dispatcher) republish(ctx context.Context, queue string) error {
 }
 
 // pages publishes page after page of what next marks as published, until a page is
-// short or Redis refuses one, and returns how many tasks got an entry.
+// short or Redis refuses one, and returns how many tasks got an entry. After sweepTime it
+// leaves the rest to another sweep.
 func (d *dispatcher) pages(ctx context.Context, next func(context.Context) ([]entry, error)) (int, error) {
 	published := 0
-	for {
-		paced := time.After(pageTime)
+	for begin := time.Now(); time.Since(begin) < sweepTime; {
+		began := time.Now()
 		limited, cancel := context.WithTimeout(ctx, storeLimit)
 		entries, err := next(limited)
 		cancel()
@@ -216,6 +220,8 @@ func (d *dispatcher) pages(ctx context.Context, next func(context.Context) ([]en
 		if len(entries) < sweepPage {
 			return published, nil
 		}
-		<-paced
+		sleep(ctx, time.Until(began.Add(pageTime)))
 	}
+	d.wake()
+	return published, nil
 }
