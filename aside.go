@@ -42,15 +42,12 @@ func (in *intake) setAside(ws []*waiter) {
 // and returns the error that they got if it would be everybody's.
 func (in *intake) storeAside(ws []*waiter) error {
 	defer in.waiting.Add(-int32(len(ws)))
-	limit := time.NewTimer(slotLimit)
-	defer limit.Stop()
-	select {
-	case in.slots <- struct{}{}:
-		defer func() { <-in.slots }()
-	case <-limit.C:
-		refuse(ws, errBusy)
-		return errBusy
+	free, err := takeSlot(in.slots)
+	if err != nil {
+		refuse(ws, err)
+		return err
 	}
+	defer free()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ws[0].ctx), batchLimit)
 	defer cancel()
 	return in.store(ctx, in.pools.api, slices.DeleteFunc(ws, (*waiter).gone))
@@ -93,5 +90,17 @@ func (in *intake) queued(key string) []*waiter {
 func refuse(ws []*waiter, err error) {
 	for _, w := range ws {
 		w.done <- receipt{err: err}
+	}
+}
+
+// takeSlot waits for a place in slots, for slotLimit at most, and returns what frees it.
+func takeSlot(slots chan struct{}) (free func(), err error) {
+	limit := time.NewTimer(slotLimit)
+	defer limit.Stop()
+	select {
+	case slots <- struct{}{}:
+		return func() { <-slots }, nil
+	case <-limit.C:
+		return nil, errBusy
 	}
 }

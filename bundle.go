@@ -44,14 +44,11 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 	if err != nil {
 		return nil, err
 	}
-	limit := time.NewTimer(slotLimit)
-	defer limit.Stop()
-	select {
-	case in.slots <- struct{}{}:
-		defer func() { <-in.slots }()
-	case <-limit.C:
-		return nil, errBusy
+	free, err := takeSlot(in.slots)
+	if err != nil {
+		return nil, err
 	}
+	defer free()
 	in.metrics.submitRows.Observe(float64(len(rows)))
 	b, err := in.storeBundle(ctx, rows)
 	if !timedOut(err) {

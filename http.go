@@ -46,6 +46,7 @@ type server struct {
 	draining    atomic.Bool
 	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
 	operating   chan struct{} // holds a token while a request changes many tasks
+	listing     chan struct{} // holds a token for each list of all names that is read
 }
 
 // hints is what the gateway knows of the stream. Neither publish nor up blocks.
@@ -87,6 +88,7 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		metrics:     m,
 		bodies:      semaphore.NewWeighted(bodyMemory),
 		operating:   make(chan struct{}, 1),
+		listing:     make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
 	}
 	s.lobby = newLobby(p.api, s.intake.note)
 	s.feed = newFeed(p.api, s.intake.note)

@@ -36,7 +36,7 @@ const (
 const lockTimedOut = "55P03" // SQLSTATE lock_not_available
 
 var (
-	errBusy      = errors.New("store tasks: too many rows wait for locks")
+	errBusy      = errors.New("too many requests of this kind are under way")
 	errContended = errors.New("store tasks: keys were taken and given back in every round")
 )
 

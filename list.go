@@ -65,16 +65,7 @@ func (s *server) listTasks(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	rows, err := read(r.Context(), s, func(ctx context.Context, q *db.Queries) ([]db.ListTasksRow, error) {
-		return q.ListTasks(ctx, db.ListTasksParams{
-			Statuses: l.statuses,
-			Name:     l.name,
-			Since:    l.since,
-			Before:   l.from.created,
-			BeforeID: l.from.id,
-			MaxRows:  int32(l.limit) + 1, // one more tells whether there is a next page
-		})
-	})
+	rows, err := s.readPage(r.Context(), &l)
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -88,6 +79,28 @@ func (s *server) listTasks(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Link", "</tasks?"+l.query.Encode()+`>; rel="next"`)
 	}
 	writeBody(w, http.StatusOK, "application/json", appendPage(nil, rows, cursor))
+}
+
+// readPage reads one task more than the page has: it tells whether there is a next one.
+func (s *server) readPage(ctx context.Context, l *listing) ([]db.ListTasksRow, error) {
+	if l.name == nil {
+		// The cost grows with the number of names: other reads must be left connections.
+		free, err := takeSlot(s.listing)
+		if err != nil {
+			return nil, err
+		}
+		defer free()
+	}
+	return read(ctx, s, func(ctx context.Context, q *db.Queries) ([]db.ListTasksRow, error) {
+		return q.ListTasks(ctx, db.ListTasksParams{
+			Statuses: l.statuses,
+			Name:     l.name,
+			Since:    l.since,
+			Before:   l.from.created,
+			BeforeID: l.from.id,
+			MaxRows:  int32(l.limit) + 1,
+		})
+	})
 }
 
 func appendPage(b []byte, rows []db.ListTasksRow, cursor string) []byte {

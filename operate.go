@@ -178,15 +178,12 @@ func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []stri
 		s.fail(w, r, err)
 		return nil, false
 	}
-	limit := time.NewTimer(slotLimit)
-	defer limit.Stop()
-	select {
-	case s.operating <- struct{}{}:
-		defer func() { <-s.operating }()
-	case <-limit.C:
-		s.fail(w, r, errBusy)
+	free, err := takeSlot(s.operating)
+	if err != nil {
+		s.fail(w, r, err)
 		return nil, false
 	}
+	defer free()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), bulkTime+storeLimit)
 	defer cancel()
 	for begin := time.Now(); !b.finished && b.changed+b.requested < b.limit && time.Since(begin) < bulkTime; {

@@ -32,10 +32,10 @@ WITH RECURSIVE groups AS (
     -- The first rows of each group: altogether four times what the page holds, so that these fill
     -- it with new ones even if most groups have none. A group that begins behind the place counts only
     -- if its newest task is among the newest of such groups: there are no more rows on the page.
-    SELECT g.key, h.created_at
+    SELECT g.key, h.created_at, h.task_id
     FROM groups g
     CROSS JOIN LATERAL (
-        SELECT f.created_at FROM tasks f
+        SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND ($1::text IS NULL OR f.name = $1::text)
             AND f.created_at >= $4::timestamptz AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', $2::timestamptz), $5::uuid)
@@ -44,16 +44,24 @@ WITH RECURSIVE groups AS (
     ) h
     WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < $2::timestamptz ORDER BY k.newest DESC OFFSET ($6::int) - 1 LIMIT 1), $4::timestamptz)
 ), bound AS (
-    -- Nothing older is on the page, for there are heads enough to fill it.
-    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET ($6::int) - 1 LIMIT 1), $4::timestamptz) AS since
+    -- Nothing behind this is on the page, for there are heads enough to fill it; no row if there are not.
+    SELECT h.created_at, h.task_id FROM heads h ORDER BY h.created_at DESC, h.task_id DESC OFFSET ($6::int) - 1 LIMIT 1
+), since AS (
+    SELECT COALESCE((SELECT b.created_at FROM bound b), $4::timestamptz) AS created_at,
+        COALESCE((SELECT b.task_id FROM bound b), '00000000-0000-0000-0000-000000000000') AS task_id
 ), page AS (
     SELECT i.created_at, i.task_id
-    FROM (SELECT h.key, max(h.created_at) AS newest FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b) GROUP BY h.key) g
+    FROM (
+        SELECT h.key, max(h.created_at) AS newest FROM heads h
+        WHERE (h.created_at, h.task_id) >= ((SELECT l.created_at FROM since l), (SELECT l.task_id FROM since l))
+        GROUP BY h.key
+    ) g
     CROSS JOIN LATERAL (
         SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND ($1::text IS NULL OR f.name = $1::text)
-            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', $2::timestamptz), $5::uuid)
+            AND (f.created_at, f.task_id) >= ((SELECT l.created_at FROM since l), (SELECT l.task_id FROM since l))
+            AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', $2::timestamptz), $5::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT $6::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i

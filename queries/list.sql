@@ -26,10 +26,10 @@ WITH RECURSIVE groups AS (
     -- The first rows of each group: altogether four times what the page holds, so that these fill
     -- it with new ones even if most groups have none. A group that begins behind the place counts only
     -- if its newest task is among the newest of such groups: there are no more rows on the page.
-    SELECT g.key, h.created_at
+    SELECT g.key, h.created_at, h.task_id
     FROM groups g
     CROSS JOIN LATERAL (
-        SELECT f.created_at FROM tasks f
+        SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
             AND f.created_at >= @since::timestamptz AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', @before::timestamptz), @before_id::uuid)
@@ -38,16 +38,24 @@ WITH RECURSIVE groups AS (
     ) h
     WHERE g.newest >= COALESCE((SELECT k.newest FROM groups k WHERE k.newest < @before::timestamptz ORDER BY k.newest DESC OFFSET (@max_rows::int) - 1 LIMIT 1), @since::timestamptz)
 ), bound AS (
-    -- Nothing older is on the page, for there are heads enough to fill it.
-    SELECT COALESCE((SELECT h.created_at FROM heads h ORDER BY h.created_at DESC OFFSET (@max_rows::int) - 1 LIMIT 1), @since::timestamptz) AS since
+    -- Nothing behind this is on the page, for there are heads enough to fill it; no row if there are not.
+    SELECT h.created_at, h.task_id FROM heads h ORDER BY h.created_at DESC, h.task_id DESC OFFSET (@max_rows::int) - 1 LIMIT 1
+), since AS (
+    SELECT COALESCE((SELECT b.created_at FROM bound b), @since::timestamptz) AS created_at,
+        COALESCE((SELECT b.task_id FROM bound b), '00000000-0000-0000-0000-000000000000') AS task_id
 ), page AS (
     SELECT i.created_at, i.task_id
-    FROM (SELECT h.key, max(h.created_at) AS newest FROM heads h WHERE h.created_at >= (SELECT b.since FROM bound b) GROUP BY h.key) g
+    FROM (
+        SELECT h.key, max(h.created_at) AS newest FROM heads h
+        WHERE (h.created_at, h.task_id) >= ((SELECT l.created_at FROM since l), (SELECT l.task_id FROM since l))
+        GROUP BY h.key
+    ) g
     CROSS JOIN LATERAL (
         SELECT f.created_at, f.task_id FROM tasks f
         WHERE (f.status || ' ' || left(f.name, 128)) COLLATE "C" = g.key AND f.lease_until IS NULL
             AND (sqlc.narg('name')::text IS NULL OR f.name = sqlc.narg('name')::text)
-            AND f.created_at >= (SELECT b.since FROM bound b) AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', @before::timestamptz), @before_id::uuid)
+            AND (f.created_at, f.task_id) >= ((SELECT l.created_at FROM since l), (SELECT l.task_id FROM since l))
+            AND (f.created_at, f.task_id) < (LEAST(g.newest + interval '1 microsecond', @before::timestamptz), @before_id::uuid)
         ORDER BY f.created_at DESC, f.task_id DESC
         LIMIT (SELECT @max_rows::int) -- a number that the planner does not see makes it read in the order of the index, however few it expects
     ) i
