@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -319,53 +320,6 @@ func TestQueryPlans(t *testing.T) {
 	t.Parallel()
 	dsn := newDatabase(t)
 	admin := connect(t, dsn)
-	var mu sync.Mutex
-	plans := map[string]string{} // by query
-	open := func(api bool, planMode string) *pgx.Conn {
-		p, err := openPools(t.Context(), dsn, testLease)
-		if err != nil {
-			t.Fatal(err)
-		}
-		c := p.work.Config().ConnConfig
-		if api {
-			c = p.api.Config().ConnConfig
-		}
-		p.close()
-		c.RuntimeParams["plan_cache_mode"] = planMode
-		c.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
-			if m := regexp.MustCompile(`-- name: (\w+)`).FindStringSubmatch(n.Message); m != nil {
-				mu.Lock()
-				defer mu.Unlock()
-				_, plan, _ := strings.Cut(n.Message, "\n;") // past the statement's text
-				plans[m[1]] += n.Message + plan
-			}
-		}
-		conn, err := pgx.ConnectConfig(t.Context(), c)
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { conn.Close(context.Background()) })
-		if err := registerTypes(t.Context(), conn); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := conn.Exec(t.Context(), "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; SET auto_explain.log_analyze = on; SET client_min_messages = log"); err != nil {
-			t.Skipf("SKIPPED, NOT TESTED: %v", err)
-		}
-		return conn
-	}
-	// run returns what allQueries leaves in plans, which it clears.
-	run := func(what string, conn *pgx.Conn) map[string]string {
-		execute(t, conn, "BEGIN")
-		if err := allQueries(t.Context(), conn); err != nil {
-			t.Fatalf("%s: %v", what, err)
-		}
-		execute(t, conn, "ROLLBACK")
-		mu.Lock()
-		defer mu.Unlock()
-		seen := maps.Clone(plans)
-		clear(plans)
-		return seen
-	}
 	for _, size := range []struct{ name, fill string }{
 		{"empty", "SELECT"},
 		{"young", fill(0, 2000)},
@@ -374,7 +328,7 @@ func TestQueryPlans(t *testing.T) {
 		execute(t, admin, size.fill)
 		for _, planMode := range []string{"force_generic_plan", "force_custom_plan"} {
 			what := size.name + ", " + planMode
-			plans := run(what, open(false, planMode))
+			plans := openPlanner(t, dsn, false, planMode).run(what)
 			for _, name := range queryNames(t) {
 				plan, ok := plans[name]
 				if !ok {
@@ -390,13 +344,125 @@ func TestQueryPlans(t *testing.T) {
 					t.Errorf("%s: %s does not look its ids up: %s\n%s", what, name, m, plan)
 				}
 			}
-			for pool, list := range map[string]string{"work": plans["ListTasks"], "api": run(what, open(true, planMode))["ListTasks"]} {
+			for pool, list := range map[string]string{"work": plans["ListTasks"], "api": openPlanner(t, dsn, true, planMode).run(what)["ListTasks"]} {
 				if m := notByGroup.FindString(list); m != "" || !strings.Contains(list, "Index Scan Backward using tasks_group_idx on tasks f") {
 					t.Errorf("%s, pool %s: the list does not read its groups from where they begin: %s\n%s", what, pool, m, list)
 				}
 			}
 		}
 	}
+}
+
+// readsMany matches a scan of the table that met a thousand rows or more.
+var readsMany = regexp.MustCompile(`Scan.* on tasks.*actual time=\S+ rows=\d{4,} .*`)
+
+// A plan that was made for a small table with statistics, and so without care, does not last
+// while the table grows.
+func TestPlansOfSmallTable(t *testing.T) {
+	t.Parallel()
+	dsn := newDatabase(t)
+	admin := connect(t, dsn)
+	execute(t, admin, "ALTER TABLE tasks SET (autovacuum_enabled = off); "+fill(0, 20)+"; ANALYZE tasks")
+	p := openPlanner(t, dsn, false, "force_generic_plan")
+	p.run("small")
+	execute(t, admin, fill(20, 50_000))
+	time.Sleep(planAge)
+	p.run("grown, plans as they were")
+	for name, plan := range p.run("grown") {
+		if m := readsMany.FindString(plan); m != "" && changesByID[name] {
+			t.Errorf("%s: %s\n%s", name, m, plan)
+		}
+	}
+}
+
+// Of tasks that were created at the same time, under many names, a list reads hardly more than it
+// shows: only the ids tell which of them are on the page.
+func TestListOfTiesReadsLittle(t *testing.T) {
+	t.Parallel()
+	dsn := newDatabase(t)
+	execute(t, connect(t, dsn), "INSERT INTO tasks (name, created_at) SELECT 'name ' || n % 100, '2026-01-01' FROM generate_series(1, 10000) n; ANALYZE tasks")
+	for _, planMode := range []string{"force_generic_plan", "force_custom_plan"} {
+		p := openPlanner(t, dsn, true, planMode)
+		rows, err := db.New(p.pool).ListTasks(t.Context(), db.ListTasksParams{Statuses: statuses, Since: firstTime, Before: lastTime, MaxRows: 51})
+		if err != nil || len(rows) != 51 {
+			t.Fatalf("%d rows, want 51: %v", len(rows), err)
+		}
+		plan, total := p.seen()["ListTasks"], 0
+		for _, m := range regexp.MustCompile(`Scan.* on tasks f.*actual time=\S+ rows=(\d+) loops=(\d+)`).FindAllStringSubmatch(plan, -1) {
+			read, _ := strconv.Atoi(m[1])
+			loops, _ := strconv.Atoi(m[2])
+			total += read * loops
+		}
+		if total == 0 || total > 2000 { // 100 names' newest, four pages of heads, and a page
+			t.Errorf("%s: read %d rows for a page of 51:\n%s", planMode, total, plan)
+		}
+	}
+}
+
+// A planner is a pool of one connection that notes the plans of its statements.
+type planner struct {
+	t     *testing.T
+	pool  *pgxpool.Pool
+	mu    sync.Mutex
+	plans map[string]string // by query
+}
+
+func openPlanner(t *testing.T, dsn string, api bool, planMode string) *planner {
+	t.Helper()
+	p, err := openPools(t.Context(), dsn, testLease)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := p.work.Config()
+	if api {
+		c = p.api.Config()
+	}
+	p.close()
+	r := &planner{t: t, plans: map[string]string{}}
+	c.MaxConns, c.MinConns = 1, 0
+	c.ConnConfig.RuntimeParams["plan_cache_mode"] = planMode
+	c.ConnConfig.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
+		if m := regexp.MustCompile(`-- name: (\w+)`).FindStringSubmatch(n.Message); m != nil {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			_, plan, _ := strings.Cut(n.Message, "\n;") // past the statement's text
+			r.plans[m[1]] += n.Message + plan
+		}
+	}
+	if r.pool, err = pgxpool.NewWithConfig(t.Context(), c); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.pool.Close)
+	if _, err := r.pool.Exec(t.Context(), "LOAD 'auto_explain'; SET auto_explain.log_min_duration = 0; SET auto_explain.log_analyze = on; SET client_min_messages = log"); err != nil {
+		t.Skipf("SKIPPED, NOT TESTED: %v", err)
+	}
+	return r
+}
+
+// run returns the plans of all statements that allQueries runs, which it undoes.
+func (r *planner) run(what string) map[string]string {
+	r.t.Helper()
+	tx, err := r.pool.Begin(r.t.Context())
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	defer tx.Rollback(r.t.Context())
+	if err := allQueries(r.t.Context(), tx); err != nil {
+		r.t.Fatalf("%s: %v", what, err)
+	}
+	if err := tx.Rollback(r.t.Context()); err != nil { // the notices of the last statement come with its answer
+		r.t.Fatal(err)
+	}
+	return r.seen()
+}
+
+// seen returns the plans of the statements since it was asked last.
+func (r *planner) seen() map[string]string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	plans := maps.Clone(r.plans)
+	clear(r.plans)
+	return plans
 }
 
 // fill adds tasks as they are after a while: 9 of 10 ended, of the rest a third each

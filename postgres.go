@@ -23,6 +23,9 @@ const (
 	// long one whose caller gave up may still take effect.
 	statementTimeout = 5 * time.Second
 
+	// planAge is how long a plan is used, as long as its connection is.
+	planAge = time.Second
+
 	// connectTimeout bounds one attempt to connect, unless connect_timeout is given.
 	connectTimeout = 5 * time.Second
 )
@@ -74,6 +77,11 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 		if kind.lockTimeout > 0 {
 			setDefault(params, "lock_timeout", milliseconds(kind.lockTimeout))
 		}
+		if kind.pool == &p.api {
+			// Lists are read in the order of their index, as far as a page goes. Many names make the
+			// planner believe that each has few tasks, which it would all collect and sort.
+			setDefault(params, "enable_bitmapscan", "off")
+		}
 		if kind.byIndex {
 			// While the statistics of a young table lag behind, the planner would join a
 			// batch of ids to it by reading the whole table.
@@ -81,6 +89,7 @@ func openPools(ctx context.Context, dsn string, lease time.Duration) (*pools, er
 			// One plan serves batches of all sizes. The server would believe that one made for a
 			// single id is cheaper, and so plan again and again, for longer than it then runs.
 			setDefault(params, "plan_cache_mode", "force_generic_plan")
+			c.AfterRelease = forgetPlans
 		}
 		*kind.pool, err = pgxpool.NewWithConfig(ctx, c)
 		if err != nil {
@@ -145,6 +154,27 @@ func poolConfig(dsn string) (c *pgxpool.Config, sized bool, err error) {
 		return closeFatal(conn, e) && e.Code != readOnly && e.Code != stalePlan
 	}
 	return c, sized, nil
+}
+
+// forgetPlans has the plans of an idle connection made anew, once in planAge. PostgreSQL plans for
+// the size that a table has at the moment, but keeps the plan while it grows, until
+// autovacuum has looked at it: one for a few rows reads all of them instead of looking up
+// those it is given. Nobody waits for this; a connection that fails is replaced.
+func forgetPlans(conn *pgx.Conn) bool {
+	const key = "plans made"
+	data := conn.PgConn().CustomData()
+	made, known := data[key].(time.Time)
+	if known && time.Since(made) < planAge {
+		return true
+	}
+	data[key] = time.Now()
+	if !known {
+		return true
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), planAge)
+	defer cancel()
+	_, err := conn.Exec(ctx, "DISCARD PLANS")
+	return err == nil
 }
 
 func setDefault(params map[string]string, name, value string) {
