@@ -8,6 +8,7 @@ import (
 	"encoding/hex"
 	"net/http"
 	"net/url"
+	"regexp"
 	"strings"
 	"sync"
 )
@@ -90,11 +91,16 @@ func acceptsGzip(values []string) bool {
 	return false
 }
 
+var nonASCII = regexp.MustCompile(`[^\x00-\x7f]+`)
+
 // redirect returns a handler that sends clients elsewhere for good, with method and body.
 func redirect(path string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
-		to := url.URL{Path: path, RawQuery: r.URL.RawQuery}
-		w.Header().Set("Location", to.String())
+		to := path
+		if query := r.URL.RawQuery; query != "" {
+			to += "?" + nonASCII.ReplaceAllStringFunc(query, url.QueryEscape)
+		}
+		w.Header().Set("Location", to)
 		w.WriteHeader(http.StatusPermanentRedirect)
 	}
 }

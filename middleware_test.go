@@ -143,9 +143,14 @@ func TestUnmatched(t *testing.T) {
 	if a := g.do(t, "GET", "/tasks//x", "", "Authorization", "Bearer secret"); a.status != 307 || a.header.Get("Location") != "/tasks/x" {
 		t.Errorf("GET /tasks//x = %d %v, want 307 to /tasks/x", a.status, a.header)
 	}
-	for method, query := range map[string]string{"POST": "", "GET": "?status=failed&name=a%20b"} {
-		if a := g.do(t, method, "/tasks/"+query, "", "Authorization", "Bearer secret"); a.status != 308 || a.header.Get("Location") != "/tasks"+query {
-			t.Errorf("%s /tasks/%s = %d %v, want 308 to /tasks", method, query, a.status, a.header)
+	for _, test := range []struct{ method, query, want string }{
+		{"POST", "", ""},
+		{"GET", "?status=failed&name=a%20b", "?status=failed&name=a%20b"},
+		{"GET", "?name=\u00e9\u20ac", "?name=%C3%A9%E2%82%AC"},
+	} {
+		a := g.do(t, test.method, "/tasks/"+test.query, "", "Authorization", "Bearer secret")
+		if a.status != 308 || a.header.Get("Location") != "/tasks"+test.want {
+			t.Errorf("%s /tasks/%s = %d %v, want 308 to /tasks%s", test.method, test.query, a.status, a.header, test.want)
 		}
 	}
 }

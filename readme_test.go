@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -11,9 +12,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+
+	"github.com/jackc/pgx/v5/pgxpool"
 )
 
 // Each client of the README, as it stands there, gets its task done once although the answer to
@@ -98,4 +102,30 @@ func busyProxy(t testing.TB, to string) *httptest.Server {
 	}))
 	t.Cleanup(server.Close)
 	return server
+}
+
+// The README names the start-up parameters that a pooler has to be told of: all but the two
+// that PgBouncer keeps track of itself.
+func TestReadmeNamesStartupParameters(t *testing.T) {
+	t.Parallel()
+	p, err := openPools(t.Context(), "postgres://u@h/db", testLease)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.close()
+	params := map[string]bool{}
+	for _, pool := range []*pgxpool.Pool{p.api, p.submit, p.work, p.lease} {
+		for name := range pool.Config().ConnConfig.RuntimeParams {
+			params[name] = name != "application_name" && name != "timezone"
+		}
+	}
+	maps.DeleteFunc(params, func(_ string, tell bool) bool { return !tell })
+	want := "ignore_startup_parameters = " + strings.Join(slices.Sorted(maps.Keys(params)), ", ") + "\n"
+	readme, err := os.ReadFile("README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(readme), want) {
+		t.Errorf("README.md lacks the line\n%s", want)
+	}
 }

@@ -77,7 +77,7 @@ func (c *config) settings() []setting {
 		{name: "PEL_SCAN_INTERVAL_S", def: "30", set: count(&c.PELScanInterval, time.Second, 1, 86_400), meaning: "seconds between looks for stream entries whose reader died"},
 		{name: "PEL_IDLE_THRESHOLD_MS", def: "60000", set: count(&c.PELIdleThreshold, time.Millisecond, 100, 86_400_000), meaning: "idle time in ms after which such an entry is taken over; at least `LEASE`"},
 		{name: "LEASE", def: "30s", set: span(&c.Lease, 100*time.Millisecond, time.Hour), meaning: "how long a worker holds a task without a heartbeat, which comes three times as often"},
-		{name: "SWEEP_INTERVAL", def: "1s", set: span(&c.SweepInterval, 10*time.Millisecond, time.Hour), meaning: "time between looks for due tasks and expired leases"},
+		{name: "SWEEP_INTERVAL", def: "1s", set: span(&c.SweepInterval, 10*time.Millisecond, time.Hour), meaning: "time between looks for due tasks and expired leases; for the latter never more than a sixth of `LEASE`"},
 		{name: "REPUBLISH_AFTER", def: "15s", set: span(&c.RepublishAfter, 100*time.Millisecond, day), meaning: "age at which the entry of a waiting task counts as lost"},
 		{name: "MAX_LOST", def: "3", set: number(&c.MaxLost, 0, 1000), meaning: "how many times a task survives the loss of its worker"},
 		{name: "MAX_RETRIES", def: "3", set: number(&c.MaxRetries, 0, maxRetryLimit), meaning: "retries after the first attempt where neither task nor handler says"},
