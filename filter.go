@@ -1,83 +1,99 @@
 package main
 
 import (
+	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/base64"
+	"encoding/binary"
 	"fmt"
-	"net/url"
+	"strings"
 	"time"
 
 	"github.com/google/uuid"
 )
 
-const filterCheck = 8 // bytes of the filter's hash in a cursor
+const cursorCheck = 8 // bytes of a cursor that say what it is of
 
-// A selection says which tasks are meant; nil admits all.
-type selection struct {
-	statuses                    []string
-	name                        *string
-	createdAfter, createdBefore *time.Time // the second is not included
+// The times between which a task was created unless somebody wrote nonsense into its row.
+var (
+	firstTime = time.Date(-4000, 1, 1, 0, 0, 0, 0, time.UTC)
+	lastTime  = time.Date(100_000, 1, 1, 0, 0, 0, 0, time.UTC)
+)
+
+// A filter says which tasks are meant.
+type filter struct {
+	statuses []string // in the order of statuses
+	name     *string  // nil for all names
+	since    time.Time
+	before   time.Time // not included
 }
 
-// readBulk reads the query of a request about many tasks, which must choose some of them:
-// a forgotten filter must not cancel everything. Its error holds all that is wrong.
-func readBulk(u *url.URL, statuses []string) (*bulk, error) {
-	q := readQuery(u.RawQuery)
-	b := &bulk{limit: maxBulk}
-	b.statuses = q.statuses(statuses)
-	b.name = q.name()
-	b.createdAfter = q.time("created_after")
-	b.createdBefore = q.time("created_before")
-	if text, ok := q.one("limit"); ok {
-		b.limit = q.integer("limit", text, 1, maxBulk)
-	}
-	text, given := q.one("cursor")
-	q.end()
-	if len(q.errs) == 0 && b.statuses == nil && b.name == nil && b.createdAfter == nil && b.createdBefore == nil {
-		q.fail("missing", "status", "At least one of status, name, created_after and created_before is required")
-	}
-	if b.statuses == nil {
-		b.statuses = statuses
-	}
-	if given && len(q.errs) == 0 {
-		if b.after, given = b.position(u.Path, text); !given {
-			q.fail("value_error", "cursor", "The cursor is not one that this request with these filters returned")
-		}
-	}
-	if len(q.errs) > 0 {
-		return nil, q.errs
-	}
-	return b, nil
+// A position among the tasks of a filter, newest first, is just behind the task that was created
+// then and has that id. Neither ever changes, so a position stays where it is whatever
+// happens to the tasks.
+type position struct {
+	created time.Time
+	id      uuid.UUID
 }
 
-// cursor returns the token for going on behind a key: opaque to clients, and of use only for
-// the same request.
-func (f *selection) cursor(path string, after uuid.UUID) string {
-	return base64.RawURLEncoding.EncodeToString(append(after[:], f.check(path)...))
-}
-
-// position returns the key that cursor was given, or false for a token that is not of
-// this path and filter.
-func (f *selection) position(path, token string) (after uuid.UUID, ok bool) {
-	b, err := base64.RawURLEncoding.Strict().DecodeString(token)
-	if err != nil || len(b) != len(after)+filterCheck || string(b[len(after):]) != string(f.check(path)) {
-		return after, false
+// filter reads the parameters that choose tasks among those in the allowed states, and reports
+// whether any was given.
+func (q *queryReader) filter(allowed []string) (f filter, given bool) {
+	// A composite literal evaluates in this order, which is that of the errors.
+	f = filter{statuses: q.statuses(allowed), name: q.name()}
+	since, before := q.time("created_after"), q.time("created_before")
+	given = f.statuses != nil || f.name != nil || since != nil || before != nil
+	if f.statuses == nil {
+		f.statuses = allowed
 	}
-	return uuid.UUID(b[:len(after)]), true
+	f.since, f.before = *cmp.Or(since, &firstTime), *cmp.Or(before, &lastTime)
+	return f, given
 }
 
-// check returns a hash of everything that decides which tasks a walk meets.
-func (f *selection) check(path string) []byte {
-	h := sha256.New()
-	fmt.Fprintf(h, "%s\n%q\n", path, f.statuses)
+// start returns where the page begins. A cursor is of no use when the filter is wrong: then
+// it is not looked at.
+func start(q *queryReader, f *filter) position {
+	cursor, ok := q.one("cursor")
+	if !ok || len(q.errs) > 0 {
+		return position{created: f.before}
+	}
+	from, ok := f.position(cursor)
+	if !ok {
+		q.fail("value_error", "cursor", "Input should be the next_cursor of a page with the same filters")
+	}
+	return from
+}
+
+// cursor returns the text that names a position in the list of the filter.
+func (f *filter) cursor(p position) string {
+	b := binary.BigEndian.AppendUint64(nil, uint64(p.created.UnixMicro()))
+	b = append(b, p.id[:]...)
+	return base64.RawURLEncoding.EncodeToString(append(b, f.check(b)...))
+}
+
+// position returns the position that a cursor names, or false if it is none of this list. It is
+// always one that PostgreSQL understands: the check tells a mistake, not a forgery,
+// which would gain nothing that the filter does not give.
+func (f *filter) position(cursor string) (position, bool) {
+	b, err := base64.RawURLEncoding.Strict().DecodeString(cursor)
+	if err != nil || len(b) != 8+16+cursorCheck || strings.ContainsAny(cursor, "\r\n") {
+		return position{}, false
+	}
+	at, check := b[:8+16], b[8+16:]
+	p := position{time.UnixMicro(int64(binary.BigEndian.Uint64(at))).UTC(), uuid.UUID(at[8:])}
+	if !bytes.Equal(check, f.check(at)) || p.created.Before(f.since) || !p.created.Before(f.before) {
+		return position{}, false
+	}
+	return p, true
+}
+
+// check returns what binds a position to the filter.
+func (f *filter) check(at []byte) []byte {
+	name := ""
 	if f.name != nil {
-		fmt.Fprintf(h, "%q", *f.name)
+		name = *f.name
 	}
-	for _, t := range []*time.Time{f.createdAfter, f.createdBefore} {
-		fmt.Fprintln(h)
-		if t != nil {
-			fmt.Fprint(h, t.UnixMicro())
-		}
-	}
-	return h.Sum(nil)[:filterCheck]
+	sum := sha256.Sum256(fmt.Appendf(nil, "1 %q %q %d %d %x", f.statuses, name, f.since.UnixMicro(), f.before.UnixMicro(), at))
+	return sum[:cursorCheck]
 }

@@ -1,21 +1,11 @@
 package main
 
 import (
-	"bytes"
-	"cmp"
 	"context"
-	"crypto/sha256"
-	"encoding/base64"
-	"encoding/binary"
 	"errors"
-	"fmt"
 	"net/http"
 	"net/url"
 	"strconv"
-	"strings"
-	"time"
-
-	"github.com/google/uuid"
 
 	"nexusflow/db"
 )
@@ -23,14 +13,6 @@ import (
 const (
 	defaultPage = 50  // tasks on a page unless limit says otherwise
 	maxPage     = 200 // a larger limit means this
-
-	cursorCheck = 8 // bytes of a cursor that say which list it is of
-)
-
-// The times between which a task was created unless somebody wrote nonsense into its row.
-var (
-	firstTime = time.Date(-4000, 1, 1, 0, 0, 0, 0, time.UTC)
-	lastTime  = time.Date(100_000, 1, 1, 0, 0, 0, 0, time.UTC)
 )
 
 // A listing is one valid request for a page of tasks.
@@ -39,21 +21,6 @@ type listing struct {
 	limit int
 	from  position
 	query url.Values // the parameters given, without the cursor
-}
-
-// A filter says which tasks a list has.
-type filter struct {
-	statuses []string // in the order of statuses
-	name     *string  // nil for all names
-	since    time.Time
-	before   time.Time // not included
-}
-
-// A position in a list is just behind the task that was created then and has that id. Neither
-// ever changes, so a position stays where it is whatever happens to the tasks.
-type position struct {
-	created time.Time
-	id      uuid.UUID
 }
 
 // listTasks answers GET /tasks: tasks as GET /tasks/{task_id} shows them, but for payload
@@ -65,7 +32,7 @@ func (s *server) listTasks(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	rows, err := s.readPage(r.Context(), &l)
+	rows, err := s.readPage(r.Context(), &l.filter, l.from, l.limit+1) // one more tells whether there is a next page
 	if err != nil {
 		s.fail(w, r, err)
 		return
@@ -81,9 +48,9 @@ func (s *server) listTasks(w http.ResponseWriter, r *http.Request) {
 	writeBody(w, http.StatusOK, "application/json", appendPage(nil, rows, cursor))
 }
 
-// readPage reads one task more than the page has: it tells whether there is a next one.
-func (s *server) readPage(ctx context.Context, l *listing) ([]db.ListTasksRow, error) {
-	if l.name == nil {
+// readPage reads the first n tasks of a filter from a position on.
+func (s *server) readPage(ctx context.Context, f *filter, from position, n int) ([]db.ListTasksRow, error) {
+	if f.name == nil {
 		// The cost grows with the number of names: other reads must be left connections.
 		free, err := takeSlot(s.listing)
 		if err != nil {
@@ -93,12 +60,12 @@ func (s *server) readPage(ctx context.Context, l *listing) ([]db.ListTasksRow, e
 	}
 	return read(ctx, s, func(ctx context.Context, q *db.Queries) ([]db.ListTasksRow, error) {
 		return q.ListTasks(ctx, db.ListTasksParams{
-			Statuses: l.statuses,
-			Name:     l.name,
-			Since:    l.since,
-			Before:   l.from.created,
-			BeforeID: l.from.id,
-			MaxRows:  int32(l.limit) + 1,
+			Statuses: f.statuses,
+			Name:     f.name,
+			Since:    f.since,
+			Before:   from.created,
+			BeforeID: from.id,
+			MaxRows:  int32(n),
 		})
 	})
 }
@@ -147,20 +114,9 @@ func listed(r db.ListTasksRow) db.Task {
 // everything that is wrong, but for unknown parameters beyond the first maxUnknown.
 func parseListing(query string) (listing, error) {
 	q := readQuery(query)
-	// A composite literal evaluates in this order, which is that of the errors.
-	l := listing{
-		filter: filter{
-			statuses: q.statuses(statuses),
-			name:     q.name(),
-			since:    *cmp.Or(q.time("created_after"), &firstTime),
-			before:   *cmp.Or(q.time("created_before"), &lastTime),
-		},
-		limit: pageSize(q),
-		query: q.values,
-	}
-	if l.statuses == nil {
-		l.statuses = statuses
-	}
+	l := listing{query: q.values}
+	l.filter, _ = q.filter(statuses)
+	l.limit = pageSize(q)
 	l.from = start(q, &l.filter)
 	if err := q.end(); err != nil {
 		return listing{}, err
@@ -185,51 +141,4 @@ func pageSize(q *queryReader) int {
 		return defaultPage
 	}
 	return int(min(n, maxPage))
-}
-
-// start returns where the page begins. A cursor is of no use when the filter is wrong: then
-// it is not looked at.
-func start(q *queryReader, f *filter) position {
-	cursor, ok := q.one("cursor")
-	if !ok || len(q.errs) > 0 {
-		return position{created: f.before}
-	}
-	from, ok := f.position(cursor)
-	if !ok {
-		q.fail("value_error", "cursor", "Input should be the next_cursor of a page with the same filters")
-	}
-	return from
-}
-
-// cursor returns the text that names a position in the list of the filter.
-func (f *filter) cursor(p position) string {
-	b := binary.BigEndian.AppendUint64(nil, uint64(p.created.UnixMicro()))
-	b = append(b, p.id[:]...)
-	return base64.RawURLEncoding.EncodeToString(append(b, f.check(b)...))
-}
-
-// position returns the position that a cursor names, or false if it is none of this list. It is
-// always one that PostgreSQL understands: the check tells a mistake, not a forgery,
-// which would gain nothing that the filter does not give.
-func (f *filter) position(cursor string) (position, bool) {
-	b, err := base64.RawURLEncoding.Strict().DecodeString(cursor)
-	if err != nil || len(b) != 8+16+cursorCheck || strings.ContainsAny(cursor, "\r\n") {
-		return position{}, false
-	}
-	at, check := b[:8+16], b[8+16:]
-	p := position{time.UnixMicro(int64(binary.BigEndian.Uint64(at))).UTC(), uuid.UUID(at[8:])}
-	if !bytes.Equal(check, f.check(at)) || p.created.Before(f.since) || !p.created.Before(f.before) {
-		return position{}, false
-	}
-	return p, true
-}
-
-// check returns what binds a position to the filter.
-func (f *filter) check(at []byte) []byte {
-	name := ""
-	if f.name != nil {
-		name = *f.name
-	}
-	sum := sha256.Sum256(fmt.Appendf(nil, "1 %q %q %d %d %x", f.statuses, name, f.since.UnixMicro(), f.before.UnixMicro(), at))
-	return sum[:cursorCheck]
 }

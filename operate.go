@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"net/url"
 	"strconv"
 	"time"
 
@@ -16,7 +17,6 @@ import (
 const (
 	maxBulk      = 1000                  // tasks that one request changes at most, and unless it says
 	bulkBatch    = 250                   // tasks that one statement changes, and so locks, at most
-	bulkPage     = 2000                  // rows that one statement looks at
 	bulkTime     = 2 * time.Second       // after which a request leaves the rest to the next one
 	bulkTries    = 3                     // for tasks that somebody holds locked
 	bulkPatience = 25 * time.Millisecond // between them
@@ -114,56 +114,84 @@ func writeOperated(w http.ResponseWriter, code int, t *db.Task) {
 
 // A bulk is one request to cancel or retry many tasks, and how far it has come.
 type bulk struct {
-	selection
+	filter
 	limit    int
-	after    uuid.UUID // the walk goes on behind this key
-	finished bool      // no task is left behind it
+	from     position
+	finished bool // no task is left behind from
 
 	changed   int // cancelled or retried
 	requested int // processing, and asked to stop
 	skipped   int // matched, but locked by somebody all the time
 }
 
-// A step changes tasks of one page behind a key, at most max of them.
-type step func(ctx context.Context, b *bulk, max int) (stepResult, error)
+// A bulkStatement changes those of the given tasks that are in one of the states, and returns
+// all that it could have changed, each with its state or, if somebody holds it locked, with "".
+type bulkStatement func(q *db.Queries, ctx context.Context, ids []uuid.UUID, statuses []string) ([]db.CancelTasksRow, error)
 
-// A stepResult says what one step did: how many tasks it changed or asked to stop, how
-// many matched, how many rows it saw, and the last match and the last row.
-type stepResult struct {
-	changed, requested, matched, seen int32
-	lastMatch, lastID                 uuid.UUID
+func cancelStatement(q *db.Queries, ctx context.Context, ids []uuid.UUID, statuses []string) ([]db.CancelTasksRow, error) {
+	return q.CancelTasks(ctx, db.CancelTasksParams{TaskIDs: ids, Statuses: statuses})
+}
+
+func retryStatement(q *db.Queries, ctx context.Context, ids []uuid.UUID, statuses []string) ([]db.CancelTasksRow, error) {
+	retried, err := q.RetryTasks(ctx, db.RetryTasksParams{TaskIDs: ids, Statuses: statuses})
+	rows := make([]db.CancelTasksRow, len(retried))
+	for i, r := range retried {
+		rows[i] = db.CancelTasksRow(r)
+	}
+	return rows, err
+}
+
+// readBulk reads the query of a request about many tasks, which must choose some of them:
+// a forgotten filter must not cancel everything. Its error holds all that is wrong.
+func readBulk(u *url.URL, allowed []string) (*bulk, error) {
+	q := readQuery(u.RawQuery)
+	b := &bulk{limit: maxBulk}
+	var chosen bool
+	b.filter, chosen = q.filter(allowed)
+	if text, ok := q.one("limit"); ok {
+		b.limit = q.integer("limit", text, 1, maxBulk)
+	}
+	b.from = start(q, &b.filter)
+	q.end()
+	if !chosen && len(q.errs) == 0 {
+		q.fail("missing", "status", "At least one of status, name, created_after and created_before is required")
+	}
+	if len(q.errs) > 0 {
+		return nil, q.errs
+	}
+	return b, nil
 }
 
 // cancelTasks answers POST /tasks/cancel.
 func (s *server) cancelTasks(w http.ResponseWriter, r *http.Request) {
-	b, ok := s.operate(w, r, []string{statusPending, statusProcessing}, s.cancelStep)
+	b, ok := s.operate(w, r, []string{statusPending, statusProcessing}, cancelStatement)
 	if !ok {
 		return
 	}
 	s.log.Info("tasks cancelled by request", "count", b.changed, "requested", b.requested, "skipped", b.skipped)
 	body := strconv.AppendInt([]byte(`{"cancelled":`), int64(b.changed), 10)
 	body = strconv.AppendInt(append(body, `,"cancel_requested":`...), int64(b.requested), 10)
-	b.write(w, r, body)
+	b.write(w, body)
 }
 
 // retryTasks answers POST /tasks/retry. The dispatcher publishes what it made pending, at its own pace.
 func (s *server) retryTasks(w http.ResponseWriter, r *http.Request) {
-	b, ok := s.operate(w, r, []string{statusFailed, statusCancelled}, s.retryStep)
+	b, ok := s.operate(w, r, []string{statusFailed, statusCancelled}, retryStatement)
 	if !ok {
 		return
 	}
 	s.log.Info("tasks retried by request", "count", b.changed, "skipped", b.skipped)
-	b.write(w, r, strconv.AppendInt([]byte(`{"retried":`), int64(b.changed), 10))
+	b.write(w, strconv.AppendInt([]byte(`{"retried":`), int64(b.changed), 10))
 }
 
 // write answers with what body holds already, and where to go on.
-func (b *bulk) write(w http.ResponseWriter, r *http.Request, body []byte) {
+func (b *bulk) write(w http.ResponseWriter, body []byte) {
 	body = strconv.AppendInt(append(body, `,"skipped":`...), int64(b.skipped), 10)
 	body = append(body, `,"next_cursor":`...)
 	if b.finished {
 		body = append(body, "null"...)
 	} else {
-		body = appendString(body, b.cursor(r.URL.Path, b.after))
+		body = appendString(body, b.cursor(b.from))
 	}
 	writeBody(w, http.StatusOK, "application/json", append(body, '}'))
 }
@@ -172,7 +200,7 @@ func (b *bulk) write(w http.ResponseWriter, r *http.Request, body []byte) {
 // so hold up nobody, until enough tasks are changed, none are left, or bulkTime is over. It
 // reports false when it has answered with an error. What was changed before one stays so, and the
 // same request sent again finds the rest. A process does one such request at a time.
-func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []string, do step) (*bulk, bool) {
+func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []string, do bulkStatement) (*bulk, bool) {
 	b, err := readBulk(r.URL, statuses)
 	if err != nil {
 		s.fail(w, r, err)
@@ -190,7 +218,7 @@ func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []stri
 		if r.Context().Err() != nil {
 			break // nobody waits for the answer
 		}
-		if err := b.advance(ctx, do); err != nil {
+		if err := s.advance(ctx, b, do); err != nil {
 			if !timedOut(err) {
 				s.intake.note(err)
 			}
@@ -201,44 +229,42 @@ func (s *server) operate(w http.ResponseWriter, r *http.Request, statuses []stri
 	return b, true
 }
 
-// advance does one page, again while some of its matches are locked: mostly by a heartbeat or an
-// outcome, for a moment.
-func (b *bulk) advance(ctx context.Context, do step) error {
-	for try := 1; ; try++ {
-		most := min(bulkBatch, b.limit-b.changed-b.requested)
-		p, err := do(ctx, b, most)
+// advance lists the next tasks that match and changes them, again those that are locked: mostly by
+// a heartbeat or an outcome, for a moment.
+func (s *server) advance(ctx context.Context, b *bulk, do bulkStatement) error {
+	most := min(bulkBatch, b.limit-b.changed-b.requested)
+	rows, err := s.readPage(ctx, &b.filter, b.from, most)
+	if err != nil {
+		return err
+	}
+	ids := make([]uuid.UUID, len(rows))
+	for i, r := range rows {
+		ids[i] = r.TaskID
+	}
+	for try := 1; len(ids) > 0; try++ {
+		matched, err := do(db.New(s.pools.work), ctx, ids, b.statuses)
 		if err != nil {
 			return err
 		}
-		b.changed += int(p.changed)
-		b.requested += int(p.requested)
-		locked := int(p.matched - p.changed - p.requested)
-		if locked > 0 && try < bulkTries && sleep(ctx, bulkPatience) && b.changed+b.requested < b.limit {
-			continue
+		ids = ids[:0]
+		for _, m := range matched {
+			switch m.Status {
+			case "":
+				ids = append(ids, m.TaskID)
+			case statusProcessing:
+				b.requested++
+			default:
+				b.changed++
+			}
 		}
-		b.skipped += locked
-		if int(p.matched) == most {
-			b.after = p.lastMatch
-		} else {
-			b.after = p.lastID
-			b.finished = p.seen < bulkPage
+		if len(ids) > 0 && (try == bulkTries || !sleep(ctx, bulkPatience)) {
+			b.skipped += len(ids)
+			break
 		}
-		return nil
 	}
-}
-
-func (s *server) cancelStep(ctx context.Context, b *bulk, most int) (stepResult, error) {
-	p, err := db.New(s.pools.work).CancelTasks(ctx, db.CancelTasksParams{
-		AfterID: b.after, PageRows: bulkPage, Statuses: b.statuses, Name: b.name,
-		CreatedAfter: b.createdAfter, CreatedBefore: b.createdBefore, MaxRows: int32(most),
-	})
-	return stepResult{p.Cancelled, p.Requested, p.Matched, p.Seen, p.LastMatch, p.LastID}, err
-}
-
-func (s *server) retryStep(ctx context.Context, b *bulk, most int) (stepResult, error) {
-	p, err := db.New(s.pools.work).RetryTasks(ctx, db.RetryTasksParams{
-		AfterID: b.after, PageRows: bulkPage, Statuses: b.statuses, Name: b.name,
-		CreatedAfter: b.createdAfter, CreatedBefore: b.createdBefore, MaxRows: int32(most),
-	})
-	return stepResult{p.Retried, 0, p.Matched, p.Seen, p.LastMatch, p.LastID}, err
+	if b.finished = len(rows) < most; !b.finished {
+		last := &rows[most-1]
+		b.from = position{last.CreatedAt, last.TaskID}
+	}
+	return nil
 }

@@ -342,13 +342,13 @@ func TestBulk(t *testing.T) {
 	}
 }
 
-// A walk in small steps, over more rows than one statement looks at, meets every task once.
+// A walk in small steps meets every task once.
 func TestBulkCursor(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), nil)
-	g.bulkTasks(t, 3*bulkPage, "other", statusCompleted)
+	g.bulkTasks(t, 3*bulkBatch, "other", statusCompleted)
 	g.bulkTasks(t, 25, "a", statusPending)
-	g.bulkTasks(t, bulkPage, "other", statusCompleted)
+	g.bulkTasks(t, bulkBatch, "other", statusCompleted)
 	g.bulkTasks(t, 15, "a", statusFailed)
 	for _, test := range []struct { // in this order: what is retried first would be cancelled too
 		path string
@@ -486,7 +486,7 @@ func FuzzBulkQuery(f *testing.F) {
 		if b.limit < 1 || b.limit > maxBulk || len(b.statuses) == 0 || !strings.ContainsAny(raw, "=") {
 			t.Errorf("%q is read as %+v", raw, b)
 		}
-		if after, ok := b.position("/tasks/retry", b.cursor("/tasks/retry", b.after)); !ok || after != b.after {
+		if from, ok := b.position(b.cursor(b.from)); b.since.Before(b.from.created) && b.from.created.Before(b.before) && (!ok || from != b.from) {
 			t.Errorf("%q: the cursor does not come back", raw)
 		}
 	})

@@ -7,7 +7,6 @@ package db
 
 import (
 	"context"
-	"time"
 
 	"github.com/google/uuid"
 )
@@ -60,26 +59,17 @@ func (q *Queries) CancelTask(ctx context.Context, taskID uuid.UUID) (Task, error
 	return i, err
 }
 
-const cancelTasks = `-- name: CancelTasks :one
-WITH page AS (
-    SELECT p.task_id, p.name, p.status, p.created_at, p.cancel_requested FROM tasks p
-    WHERE p.task_id > $1::uuid
-    ORDER BY p.task_id
-    LIMIT $2::int
-), matching AS (
-    SELECT m.task_id FROM page m
-    WHERE m.status = ANY($3::text[])
-        AND (m.status = 'pending' OR m.status = 'processing' AND NOT m.cancel_requested)
-        AND ($4::text IS NULL OR m.name = $4)
-        AND ($5::timestamptz IS NULL OR m.created_at >= $5)
-        AND ($6::timestamptz IS NULL OR m.created_at < $6)
-    ORDER BY m.task_id
-    LIMIT $7::int
+const cancelTasks = `-- name: CancelTasks :many
+WITH matching AS (
+    SELECT m.task_id FROM tasks m
+    WHERE m.task_id = ANY($1::uuid[])
+        AND m.status || '' = ANY($2::text[])
+        AND (m.status || '' = 'pending' OR m.status || '' = 'processing' AND NOT m.cancel_requested)
 ), free AS (
     SELECT f.task_id FROM tasks f
     WHERE f.task_id = ANY(ARRAY(SELECT task_id FROM matching))
-        AND f.status = ANY($3::text[])
-        AND (f.status = 'pending' OR f.status = 'processing' AND NOT f.cancel_requested)
+        AND f.status || '' = ANY($2::text[])
+        AND (f.status || '' = 'pending' OR f.status || '' = 'processing' AND NOT f.cancel_requested)
     FOR UPDATE SKIP LOCKED
 ), changed AS (
     UPDATE tasks t
@@ -88,61 +78,46 @@ WITH page AS (
         cancel_requested = (t.status = 'processing'),
         updated_at = now()
     WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM free))
-        AND t.status = ANY($3::text[])
-        AND (t.status = 'pending' OR t.status = 'processing' AND NOT t.cancel_requested)
-    RETURNING t.status
+        AND t.status || '' = ANY($2::text[])
+        AND (t.status || '' = 'pending' OR t.status || '' = 'processing' AND NOT t.cancel_requested)
+    RETURNING t.task_id, t.status
 )
-SELECT (SELECT count(*) FROM changed WHERE status = 'cancelled')::int AS cancelled,
-    (SELECT count(*) FROM changed WHERE status = 'processing')::int AS requested,
-    (SELECT count(*) FROM matching)::int AS matched,
-    (SELECT count(*) FROM page)::int AS seen,
-    COALESCE((SELECT task_id FROM matching ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_match,
-    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_id
+SELECT m.task_id, COALESCE(c.status, '')::text AS status
+FROM matching m
+LEFT JOIN changed c ON c.task_id = m.task_id
 `
 
 type CancelTasksParams struct {
-	AfterID       uuid.UUID
-	PageRows      int32
-	Statuses      []string
-	Name          *string
-	CreatedAfter  *time.Time
-	CreatedBefore *time.Time
-	MaxRows       int32
+	TaskIDs  []uuid.UUID
+	Statuses []string
 }
 
 type CancelTasksRow struct {
-	Cancelled int32
-	Requested int32
-	Matched   int32
-	Seen      int32
-	LastMatch uuid.UUID
-	LastID    uuid.UUID
+	TaskID uuid.UUID
+	Status string
 }
 
-// CancelTasks is CancelTask for the tasks of one page of the table that match. It walks by the
-// primary key, so that every task that matches from the beginning of a walk to its end
-// is met, looks at a limited number of rows, and passes over those that somebody
-// holds locked. A page that was not full is the last one.
-func (q *Queries) CancelTasks(ctx context.Context, arg CancelTasksParams) (CancelTasksRow, error) {
-	row := q.db.QueryRow(ctx, cancelTasks,
-		arg.AfterID,
-		arg.PageRows,
-		arg.Statuses,
-		arg.Name,
-		arg.CreatedAfter,
-		arg.CreatedBefore,
-		arg.MaxRows,
-	)
-	var i CancelTasksRow
-	err := row.Scan(
-		&i.Cancelled,
-		&i.Requested,
-		&i.Matched,
-		&i.Seen,
-		&i.LastMatch,
-		&i.LastID,
-	)
-	return i, err
+// CancelTasks is CancelTask for the tasks with the given ids, as far as they are in one of the
+// given states. It passes over those that somebody holds locked, and returns all that
+// could be cancelled: with what they are now, or with ” for those it passed over.
+func (q *Queries) CancelTasks(ctx context.Context, arg CancelTasksParams) ([]CancelTasksRow, error) {
+	rows, err := q.db.Query(ctx, cancelTasks, arg.TaskIDs, arg.Statuses)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []CancelTasksRow
+	for rows.Next() {
+		var i CancelTasksRow
+		if err := rows.Scan(&i.TaskID, &i.Status); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
 }
 
 const pauseQueue = `-- name: PauseQueue :execrows
@@ -348,25 +323,17 @@ func (q *Queries) RetryTask(ctx context.Context, taskID uuid.UUID) (Task, error)
 	return i, err
 }
 
-const retryTasks = `-- name: RetryTasks :one
-WITH page AS (
-    SELECT p.task_id, p.name, p.status, p.created_at FROM tasks p
-    WHERE p.task_id > $1::uuid AND p.status IN ('failed', 'cancelled')
-    ORDER BY p.task_id
-    LIMIT $2::int
-), matching AS (
-    SELECT m.task_id FROM page m
-    WHERE m.status = ANY($3::text[])
-        AND ($4::text IS NULL OR m.name = $4)
-        AND ($5::timestamptz IS NULL OR m.created_at >= $5)
-        AND ($6::timestamptz IS NULL OR m.created_at < $6)
-    ORDER BY m.task_id
-    LIMIT $7::int
+const retryTasks = `-- name: RetryTasks :many
+WITH matching AS (
+    SELECT m.task_id FROM tasks m
+    WHERE m.task_id = ANY($1::uuid[])
+        AND m.status || '' = ANY($2::text[])
+        AND m.status || '' IN ('failed', 'cancelled')
 ), free AS (
     SELECT f.task_id FROM tasks f
     WHERE f.task_id = ANY(ARRAY(SELECT task_id FROM matching))
-        AND f.status = ANY($3::text[])
-        AND f.status IN ('failed', 'cancelled')
+        AND f.status || '' = ANY($2::text[])
+        AND f.status || '' IN ('failed', 'cancelled')
     FOR UPDATE SKIP LOCKED
 ), changed AS (
     UPDATE tasks t
@@ -380,57 +347,44 @@ WITH page AS (
         finished_at = NULL,
         updated_at = now()
     WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM free))
-        AND t.status = ANY($3::text[])
-        AND t.status IN ('failed', 'cancelled')
-    RETURNING t.task_id
+        AND t.status || '' = ANY($2::text[])
+        AND t.status || '' IN ('failed', 'cancelled')
+    RETURNING t.task_id, t.status
 )
-SELECT (SELECT count(*) FROM changed)::int AS retried,
-    (SELECT count(*) FROM matching)::int AS matched,
-    (SELECT count(*) FROM page)::int AS seen,
-    COALESCE((SELECT task_id FROM matching ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_match,
-    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), $1::uuid)::uuid AS last_id
+SELECT m.task_id, COALESCE(c.status, '')::text AS status
+FROM matching m
+LEFT JOIN changed c ON c.task_id = m.task_id
 `
 
 type RetryTasksParams struct {
-	AfterID       uuid.UUID
-	PageRows      int32
-	Statuses      []string
-	Name          *string
-	CreatedAfter  *time.Time
-	CreatedBefore *time.Time
-	MaxRows       int32
+	TaskIDs  []uuid.UUID
+	Statuses []string
 }
 
 type RetryTasksRow struct {
-	Retried   int32
-	Matched   int32
-	Seen      int32
-	LastMatch uuid.UUID
-	LastID    uuid.UUID
+	TaskID uuid.UUID
+	Status string
 }
 
-// RetryTasks is RetryTask for the tasks of one page that match, as CancelTasks is CancelTask.
-// Its pages hold failed and cancelled tasks only, by an index of their own. A walk meets
-// each task once, also one that fails again meanwhile.
-func (q *Queries) RetryTasks(ctx context.Context, arg RetryTasksParams) (RetryTasksRow, error) {
-	row := q.db.QueryRow(ctx, retryTasks,
-		arg.AfterID,
-		arg.PageRows,
-		arg.Statuses,
-		arg.Name,
-		arg.CreatedAfter,
-		arg.CreatedBefore,
-		arg.MaxRows,
-	)
-	var i RetryTasksRow
-	err := row.Scan(
-		&i.Retried,
-		&i.Matched,
-		&i.Seen,
-		&i.LastMatch,
-		&i.LastID,
-	)
-	return i, err
+// RetryTasks is RetryTask for the tasks with the given ids, as CancelTasks is CancelTask.
+func (q *Queries) RetryTasks(ctx context.Context, arg RetryTasksParams) ([]RetryTasksRow, error) {
+	rows, err := q.db.Query(ctx, retryTasks, arg.TaskIDs, arg.Statuses)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []RetryTasksRow
+	for rows.Next() {
+		var i RetryTasksRow
+		if err := rows.Scan(&i.TaskID, &i.Status); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
 }
 
 const unpublishRefused = `-- name: UnpublishRefused :execrows

@@ -29,30 +29,20 @@ WHERE task_id = @task_id
     AND status IN ('failed', 'cancelled')
 RETURNING *;
 
--- name: CancelTasks :one
--- CancelTasks is CancelTask for the tasks of one page of the table that match. It walks by the
--- primary key, so that every task that matches from the beginning of a walk to its end
--- is met, looks at a limited number of rows, and passes over those that somebody
--- holds locked. A page that was not full is the last one.
-WITH page AS (
-    SELECT p.task_id, p.name, p.status, p.created_at, p.cancel_requested FROM tasks p
-    WHERE p.task_id > @after_id::uuid
-    ORDER BY p.task_id
-    LIMIT @page_rows::int
-), matching AS (
-    SELECT m.task_id FROM page m
-    WHERE m.status = ANY(@statuses::text[])
-        AND (m.status = 'pending' OR m.status = 'processing' AND NOT m.cancel_requested)
-        AND (sqlc.narg('name')::text IS NULL OR m.name = sqlc.narg('name'))
-        AND (sqlc.narg('created_after')::timestamptz IS NULL OR m.created_at >= sqlc.narg('created_after'))
-        AND (sqlc.narg('created_before')::timestamptz IS NULL OR m.created_at < sqlc.narg('created_before'))
-    ORDER BY m.task_id
-    LIMIT @max_rows::int
+-- name: CancelTasks :many
+-- CancelTasks is CancelTask for the tasks with the given ids, as far as they are in one of the
+-- given states. It passes over those that somebody holds locked, and returns all that
+-- could be cancelled: with what they are now, or with '' for those it passed over.
+WITH matching AS (
+    SELECT m.task_id FROM tasks m
+    WHERE m.task_id = ANY(@task_ids::uuid[])
+        AND m.status || '' = ANY(@statuses::text[])
+        AND (m.status || '' = 'pending' OR m.status || '' = 'processing' AND NOT m.cancel_requested)
 ), free AS (
     SELECT f.task_id FROM tasks f
     WHERE f.task_id = ANY(ARRAY(SELECT task_id FROM matching))
-        AND f.status = ANY(@statuses::text[])
-        AND (f.status = 'pending' OR f.status = 'processing' AND NOT f.cancel_requested)
+        AND f.status || '' = ANY(@statuses::text[])
+        AND (f.status || '' = 'pending' OR f.status || '' = 'processing' AND NOT f.cancel_requested)
     FOR UPDATE SKIP LOCKED
 ), changed AS (
     UPDATE tasks t
@@ -61,39 +51,26 @@ WITH page AS (
         cancel_requested = (t.status = 'processing'),
         updated_at = now()
     WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM free))
-        AND t.status = ANY(@statuses::text[])
-        AND (t.status = 'pending' OR t.status = 'processing' AND NOT t.cancel_requested)
-    RETURNING t.status
+        AND t.status || '' = ANY(@statuses::text[])
+        AND (t.status || '' = 'pending' OR t.status || '' = 'processing' AND NOT t.cancel_requested)
+    RETURNING t.task_id, t.status
 )
-SELECT (SELECT count(*) FROM changed WHERE status = 'cancelled')::int AS cancelled,
-    (SELECT count(*) FROM changed WHERE status = 'processing')::int AS requested,
-    (SELECT count(*) FROM matching)::int AS matched,
-    (SELECT count(*) FROM page)::int AS seen,
-    COALESCE((SELECT task_id FROM matching ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_match,
-    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_id;
+SELECT m.task_id, COALESCE(c.status, '')::text AS status
+FROM matching m
+LEFT JOIN changed c ON c.task_id = m.task_id;
 
--- name: RetryTasks :one
--- RetryTasks is RetryTask for the tasks of one page that match, as CancelTasks is CancelTask.
--- Its pages hold failed and cancelled tasks only, by an index of their own. A walk meets
--- each task once, also one that fails again meanwhile.
-WITH page AS (
-    SELECT p.task_id, p.name, p.status, p.created_at FROM tasks p
-    WHERE p.task_id > @after_id::uuid AND p.status IN ('failed', 'cancelled')
-    ORDER BY p.task_id
-    LIMIT @page_rows::int
-), matching AS (
-    SELECT m.task_id FROM page m
-    WHERE m.status = ANY(@statuses::text[])
-        AND (sqlc.narg('name')::text IS NULL OR m.name = sqlc.narg('name'))
-        AND (sqlc.narg('created_after')::timestamptz IS NULL OR m.created_at >= sqlc.narg('created_after'))
-        AND (sqlc.narg('created_before')::timestamptz IS NULL OR m.created_at < sqlc.narg('created_before'))
-    ORDER BY m.task_id
-    LIMIT @max_rows::int
+-- name: RetryTasks :many
+-- RetryTasks is RetryTask for the tasks with the given ids, as CancelTasks is CancelTask.
+WITH matching AS (
+    SELECT m.task_id FROM tasks m
+    WHERE m.task_id = ANY(@task_ids::uuid[])
+        AND m.status || '' = ANY(@statuses::text[])
+        AND m.status || '' IN ('failed', 'cancelled')
 ), free AS (
     SELECT f.task_id FROM tasks f
     WHERE f.task_id = ANY(ARRAY(SELECT task_id FROM matching))
-        AND f.status = ANY(@statuses::text[])
-        AND f.status IN ('failed', 'cancelled')
+        AND f.status || '' = ANY(@statuses::text[])
+        AND f.status || '' IN ('failed', 'cancelled')
     FOR UPDATE SKIP LOCKED
 ), changed AS (
     UPDATE tasks t
@@ -107,15 +84,13 @@ WITH page AS (
         finished_at = NULL,
         updated_at = now()
     WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM free))
-        AND t.status = ANY(@statuses::text[])
-        AND t.status IN ('failed', 'cancelled')
-    RETURNING t.task_id
+        AND t.status || '' = ANY(@statuses::text[])
+        AND t.status || '' IN ('failed', 'cancelled')
+    RETURNING t.task_id, t.status
 )
-SELECT (SELECT count(*) FROM changed)::int AS retried,
-    (SELECT count(*) FROM matching)::int AS matched,
-    (SELECT count(*) FROM page)::int AS seen,
-    COALESCE((SELECT task_id FROM matching ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_match,
-    COALESCE((SELECT task_id FROM page ORDER BY task_id DESC LIMIT 1), @after_id::uuid)::uuid AS last_id;
+SELECT m.task_id, COALESCE(c.status, '')::text AS status
+FROM matching m
+LEFT JOIN changed c ON c.task_id = m.task_id;
 
 -- name: PauseQueue :execrows
 -- PauseQueue keeps the tasks of a queue from being claimed and published from its commit on.
