@@ -34,6 +34,8 @@ CREATE INDEX CONCURRENTLY IF NOT EXISTS tasks_group_idx ON tasks ((status || ' '
 -- it takes longer than its statement_timeout.
 DROP INDEX CONCURRENTLY IF EXISTS tasks_list_idx;
 DROP INDEX CONCURRENTLY IF EXISTS tasks_name_idx;
+-- Bulk retry looks for its tasks as a list does; that of version 6 walks the table for them.
+DROP INDEX CONCURRENTLY IF EXISTS tasks_retryable_idx;
 
 RESET lock_timeout;
 
@@ -41,5 +43,6 @@ RESET lock_timeout;
 SET lock_timeout = 0;
 CREATE INDEX CONCURRENTLY IF NOT EXISTS tasks_list_idx ON tasks (status, created_at, task_id) WHERE lease_until IS NULL;
 CREATE INDEX CONCURRENTLY IF NOT EXISTS tasks_name_idx ON tasks ((status || ' ' || left(name, 128)), created_at, task_id) WHERE lease_until IS NULL;
+CREATE INDEX CONCURRENTLY IF NOT EXISTS tasks_retryable_idx ON tasks (task_id) WHERE status IN ('failed', 'cancelled');
 DROP INDEX CONCURRENTLY IF EXISTS tasks_group_idx;
 RESET lock_timeout;
