@@ -86,6 +86,11 @@ func appendEvent(b []byte, id, name string, data []byte) []byte {
 	return append(b, "\n\n"...)
 }
 
+// appendID tells the client where it is, without an event.
+func appendID(b []byte, id string) []byte {
+	return append(append(append(b, "id: "...), id...), "\n\n"...)
+}
+
 const gapEvent = "gap"
 
 var (
@@ -203,7 +208,7 @@ func (s *server) allEvents(w http.ResponseWriter, r *http.Request) {
 	} else if known != "" { // another process' event
 		first = appendEvent(first, s.feed.eventID(number), gapEvent, gapData)
 	} else { // an id to come back with, should the stream break before the first event
-		first = append(append(append(first, "id: "...), s.feed.eventID(number)...), "\n\n"...)
+		first = appendID(first, s.feed.eventID(number))
 	}
 	e := s.startStream(w)
 	defer e.end()
@@ -265,7 +270,7 @@ func (s *server) followAll(r *http.Request, e *eventStream, only eventFilter, nu
 		select {
 		case <-p.grown:
 		case <-beat.C:
-			b = append(b, beatComment...)
+			b = appendID(append(b, beatComment...), s.feed.eventID(number)) // past what did not pass the filter
 		case <-s.lobby.closed:
 			return
 		case <-r.Context().Done():

@@ -246,6 +246,38 @@ func TestEventHeartbeat(t *testing.T) {
 	}
 }
 
+// What does not pass the filter of a stream moves its position on all the same: a client that
+// comes back need not be told of a gap where nothing was for it.
+func TestEventHeartbeatMovesOn(t *testing.T) {
+	t.Parallel()
+	g := startGateway(t, newDatabase(t), nil)
+	g.server.lobby.beat = 20 * time.Millisecond
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, "GET", g.URL+"/events?name=b", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	first := ""
+	for lines := bufio.NewScanner(resp.Body); lines.Scan(); {
+		id, ok := strings.CutPrefix(lines.Text(), "id: ")
+		switch {
+		case !ok:
+		case first == "":
+			first = id
+			g.submitted(t, `{"name":"a"}`)
+		case id != first:
+			return
+		}
+	}
+	t.Errorf("the position stays at %s", first)
+}
+
 // The feed shows each state of each task that passes the filter, without payload and result.
 func TestAllEvents(t *testing.T) {
 	t.Parallel()
