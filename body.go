@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sync/semaphore"
 )
@@ -61,17 +62,21 @@ func readHead(r *http.Request, limit int64) (keyHeader, error) {
 
 // A bodyLoan is memory that one request body holds of what there is for large ones.
 type bodyLoan struct {
-	from *semaphore.Weighted
-	held int64
+	from   *semaphore.Weighted
+	held   int64
+	waited time.Duration
 }
 
-// grow waits for n bytes more, for slotLimit at most, and fails with errNoMemory.
+// grow waits for n bytes more, for slotLimit at most in all calls together, and fails with
+// errNoMemory. Else a body could wait at each step, until the time to read it was over.
 func (l *bodyLoan) grow(ctx context.Context, n int64) error {
-	ctx, cancel := context.WithTimeout(ctx, slotLimit)
+	ctx, cancel := context.WithTimeout(ctx, slotLimit-l.waited)
 	defer cancel()
+	begin := time.Now()
 	if l.from.Acquire(ctx, n) != nil {
 		return errNoMemory
 	}
+	l.waited += time.Since(begin)
 	l.held += n
 	return nil
 }

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sync/semaphore"
 )
 
 // stall uploads the first n bytes of a batch of the largest size and holds the connection.
@@ -83,4 +85,32 @@ func TestBodyMemory(t *testing.T) {
 		g.server.bodies.Release(bodyMemory)
 		return true
 	})
+}
+
+// A body waits for slotLimit in all, not at each step: one whose steps all had to wait would
+// pass the time that reading may take, and the client be told that its body is broken.
+func TestBodyMemoryWait(t *testing.T) {
+	t.Parallel()
+	memory := semaphore.NewWeighted(4 * bodyStep)
+	loan := bodyLoan{from: memory}
+	defer loan.giveBack()
+	begin := time.Now()
+	for step := range 3 {
+		if err := memory.Acquire(t.Context(), 4*bodyStep-loan.held); err != nil {
+			t.Fatal(err)
+		}
+		rest := 4*bodyStep - loan.held
+		time.AfterFunc(slotLimit*2/3, func() { memory.Release(rest) })
+		err := loan.grow(t.Context(), bodyStep)
+		if step == 0 && err != nil {
+			t.Fatalf("first step: %v", err)
+		}
+		if err != nil {
+			if waited := time.Since(begin); waited < slotLimit {
+				t.Errorf("gave up after %v", waited)
+			}
+			return
+		}
+	}
+	t.Errorf("waited for %v", time.Since(begin))
 }
