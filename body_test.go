@@ -50,6 +50,10 @@ func TestBodyMemory(t *testing.T) {
 			g.server.bodies.Release(bodyStep)
 			return false
 		}
+		if g.server.bodyTurn.TryAcquire(1) {
+			g.server.bodyTurn.Release(1)
+			return false
+		}
 		return true
 	})
 	if a := g.post(t, `{"name":"process_video"}`); a.status != http.StatusAccepted {
@@ -79,38 +83,44 @@ func TestBodyMemory(t *testing.T) {
 		t.Errorf("waited for the end: %s", transcript(a))
 	}
 	eventually(t, "all memory is given back", func() bool {
-		if !g.server.bodies.TryAcquire(bodyMemory) {
+		if !g.server.bodies.TryAcquire(bodyMemory - bodyTurn) {
 			return false
 		}
-		g.server.bodies.Release(bodyMemory)
+		g.server.bodies.Release(bodyMemory - bodyTurn)
 		return true
 	})
 }
 
-// A body waits for slotLimit in all, not at each step: one whose steps all had to wait would
-// pass the time that reading may take, and the client be told that its body is broken.
-func TestBodyMemoryWait(t *testing.T) {
+// Of bodies that hold all there is in parts, and each need more, one after the other gets on.
+func TestBodyMemoryTurn(t *testing.T) {
 	t.Parallel()
-	memory := semaphore.NewWeighted(4 * bodyStep)
-	loan := bodyLoan{from: memory}
-	defer loan.giveBack()
-	begin := time.Now()
-	for step := range 3 {
-		if err := memory.Acquire(t.Context(), 4*bodyStep-loan.held); err != nil {
+	from, turn := semaphore.NewWeighted(16*bodyStep), semaphore.NewWeighted(1)
+	errs := make(chan error)
+	begin := make(chan struct{})
+	for range 16 {
+		loan := bodyLoan{from: from, turn: turn}
+		if err := loan.grow(t.Context(), bodyStep); err != nil {
 			t.Fatal(err)
 		}
-		rest := 4*bodyStep - loan.held
-		time.AfterFunc(slotLimit*2/3, func() { memory.Release(rest) })
-		err := loan.grow(t.Context(), bodyStep)
-		if step == 0 && err != nil {
-			t.Fatalf("first step: %v", err)
-		}
-		if err != nil {
-			if waited := time.Since(begin); waited < slotLimit {
-				t.Errorf("gave up after %v", waited)
+		go func() {
+			<-begin
+			defer loan.giveBack()
+			for range maxBatchBytes/bodyStep - 1 {
+				if err := loan.grow(t.Context(), bodyStep); err != nil {
+					errs <- err
+					return
+				}
 			}
-			return
+			errs <- nil
+		}()
+	}
+	close(begin)
+	for range 16 {
+		if err := <-errs; err != nil {
+			t.Error(err)
 		}
 	}
-	t.Errorf("waited for %v", time.Since(begin))
+	if !from.TryAcquire(16*bodyStep) || !turn.TryAcquire(1) {
+		t.Error("memory is not given back")
+	}
 }
