@@ -21,7 +21,8 @@ const (
 	// bodyMemory is what all bodies may hold at a time beyond their first maxPooledBody bytes, as
 	// sent: with copies and the statement that stores them that is several times as much.
 	bodyMemory = 32 << 20
-	bodyStep   = 256 << 10 // in which they ask for it
+	bodyStep   = 256 << 10     // in which they ask for it
+	bodyTurn   = maxBatchBytes // of it, kept for one at a time that found no more
 )
 
 var errNoMemory = &httpError{
@@ -61,18 +62,29 @@ func readHead(r *http.Request, limit int64) (keyHeader, error) {
 
 // A bodyLoan is memory that one request body holds of what there is for large ones.
 type bodyLoan struct {
-	from *semaphore.Weighted
+	from *semaphore.Weighted // bodyMemory without bodyTurn
+	turn *semaphore.Weighted // 1 for whoever may use bodyTurn
 	held int64
+	last bool // has the turn
 }
 
-// grow waits for n bytes more, for slotLimit at most, and fails with errNoMemory.
+// grow takes n bytes more. When there are none the body waits for its turn, for slotLimit at
+// most, and then has room to its end: of many that hold a part each, one always
+// gets on. It fails with errNoMemory.
 func (l *bodyLoan) grow(ctx context.Context, n int64) error {
+	if l.last {
+		return nil
+	}
+	if l.from.TryAcquire(n) {
+		l.held += n
+		return nil
+	}
 	ctx, cancel := context.WithTimeout(ctx, slotLimit)
 	defer cancel()
-	if l.from.Acquire(ctx, n) != nil {
+	if l.turn.Acquire(ctx, 1) != nil {
 		return errNoMemory
 	}
-	l.held += n
+	l.last = true
 	return nil
 }
 
@@ -81,6 +93,10 @@ func (l *bodyLoan) giveBack() {
 	if l.held > 0 {
 		l.from.Release(l.held)
 		l.held = 0
+	}
+	if l.last {
+		l.turn.Release(1)
+		l.last = false
 	}
 }
 

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sync/semaphore"
 )
 
 // stall uploads the first n bytes of a batch of the largest size and holds the connection.
@@ -48,6 +50,10 @@ func TestBodyMemory(t *testing.T) {
 			g.server.bodies.Release(bodyStep)
 			return false
 		}
+		if g.server.bodyTurn.TryAcquire(1) {
+			g.server.bodyTurn.Release(1)
+			return false
+		}
 		return true
 	})
 	if a := g.post(t, `{"name":"process_video"}`); a.status != http.StatusAccepted {
@@ -77,10 +83,44 @@ func TestBodyMemory(t *testing.T) {
 		t.Errorf("waited for the end: %s", transcript(a))
 	}
 	eventually(t, "all memory is given back", func() bool {
-		if !g.server.bodies.TryAcquire(bodyMemory) {
+		if !g.server.bodies.TryAcquire(bodyMemory - bodyTurn) {
 			return false
 		}
-		g.server.bodies.Release(bodyMemory)
+		g.server.bodies.Release(bodyMemory - bodyTurn)
 		return true
 	})
+}
+
+// Of bodies that hold all there is in parts, and each need more, one after the other gets on.
+func TestBodyMemoryTurn(t *testing.T) {
+	t.Parallel()
+	from, turn := semaphore.NewWeighted(16*bodyStep), semaphore.NewWeighted(1)
+	errs := make(chan error)
+	begin := make(chan struct{})
+	for range 16 {
+		loan := bodyLoan{from: from, turn: turn}
+		if err := loan.grow(t.Context(), bodyStep); err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			<-begin
+			defer loan.giveBack()
+			for range maxBatchBytes/bodyStep - 1 {
+				if err := loan.grow(t.Context(), bodyStep); err != nil {
+					errs <- err
+					return
+				}
+			}
+			errs <- nil
+		}()
+	}
+	close(begin)
+	for range 16 {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+	if !from.TryAcquire(16*bodyStep) || !turn.TryAcquire(1) {
+		t.Error("memory is not given back")
+	}
 }

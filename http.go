@@ -42,6 +42,7 @@ type server struct {
 	metrics     *metrics
 	buffers     bufferPool
 	bodies      *semaphore.Weighted // bytes that large request bodies may hold
+	bodyTurn    *semaphore.Weighted // for one that finds none of it
 	ready       readiness
 	draining    atomic.Bool
 	backlogged  atomic.Bool   // the oldest due task waits longer than MAX_BACKLOG_AGE
@@ -86,7 +87,8 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		mux:         new(routes),
 		intake:      newIntake(log, p, h, m),
 		metrics:     m,
-		bodies:      semaphore.NewWeighted(bodyMemory),
+		bodies:      semaphore.NewWeighted(bodyMemory - bodyTurn),
+		bodyTurn:    semaphore.NewWeighted(1),
 		operating:   make(chan struct{}, 1),
 		listing:     make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
 	}

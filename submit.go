@@ -16,7 +16,7 @@ var errUnstorable = fieldErrors{{Type: "json_unstorable", Loc: []any{"body"}, Ms
 // submit answers POST /tasks. 202 and 200 mean that the task is committed in PostgreSQL;
 // nothing else has to be up.
 func (s *server) submit(w http.ResponseWriter, r *http.Request) {
-	memory := bodyLoan{from: s.bodies}
+	memory := bodyLoan{from: s.bodies, turn: s.bodyTurn}
 	defer memory.giveBack()
 	sub, err := s.readSubmission(w, r, &memory)
 	if err != nil {

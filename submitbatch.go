@@ -17,7 +17,7 @@ const (
 // submitBatch answers POST /tasks/batch. With 202 and 200 every item has a task that is
 // committed in PostgreSQL; with any other answer nothing was created.
 func (s *server) submitBatch(w http.ResponseWriter, r *http.Request) {
-	memory := bodyLoan{from: s.bodies}
+	memory := bodyLoan{from: s.bodies, turn: s.bodyTurn}
 	defer memory.giveBack()
 	tasks, err := s.readBatch(w, r, &memory)
 	if err != nil {
