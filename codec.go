@@ -68,47 +68,42 @@ func (encodeUUIDText) Encode(value any, buf []byte) ([]byte, error) {
 }
 
 // A sliceCodec writes []T, which every batch carries, without a look at each element by
-// reflection, as pgx does for slices that it does not know.
+// reflection, as pgx does for slices that it does not know. bytes returns the binary form of an
+// element; nil stands for NULL.
 type sliceCodec[T any] struct {
 	*pgtype.ArrayCodec
-	plan encodeSlice[T]
+	bytes func(*T) []byte
 }
 
 func newSliceCodec[T any](element *pgtype.Type, bytes func(*T) []byte) sliceCodec[T] {
-	return sliceCodec[T]{&pgtype.ArrayCodec{ElementType: element}, encodeSlice[T]{element.OID, bytes}}
+	return sliceCodec[T]{&pgtype.ArrayCodec{ElementType: element}, bytes}
 }
 
 func (c sliceCodec[T]) PlanEncode(m *pgtype.Map, oid uint32, format int16, value any) pgtype.EncodePlan {
 	if _, ok := value.([]T); ok && format == pgtype.BinaryFormatCode {
-		return c.plan
+		return c
 	}
 	return c.ArrayCodec.PlanEncode(m, oid, format, value)
-}
-
-// An encodeSlice knows the type of the elements and their binary form; nil stands for NULL.
-type encodeSlice[T any] struct {
-	oid   uint32
-	bytes func(*T) []byte
 }
 
 // Encode appends the array as array_recv of PostgreSQL reads it: the number of dimensions,
 // whether there may be NULLs, the type of the elements, length and lower bound, then each
 // element with its size.
-func (e encodeSlice[T]) Encode(value any, buf []byte) ([]byte, error) {
+func (c sliceCodec[T]) Encode(value any, buf []byte) ([]byte, error) {
 	list := value.([]T)
 	if list == nil {
 		return nil, nil
 	}
 	buf = binary.BigEndian.AppendUint32(buf, uint32(min(len(list), 1)))
 	buf = binary.BigEndian.AppendUint32(buf, 1)
-	buf = binary.BigEndian.AppendUint32(buf, e.oid)
+	buf = binary.BigEndian.AppendUint32(buf, c.ElementType.OID)
 	if len(list) == 0 {
 		return buf, nil
 	}
 	buf = binary.BigEndian.AppendUint32(buf, uint32(len(list)))
 	buf = binary.BigEndian.AppendUint32(buf, 1)
 	for i := range list {
-		b := e.bytes(&list[i])
+		b := c.bytes(&list[i])
 		if b == nil {
 			buf = binary.BigEndian.AppendUint32(buf, math.MaxUint32) // -1
 			continue

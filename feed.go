@@ -203,7 +203,7 @@ func (f *feed) begin(rows []db.LiveTasksRow, now time.Time) {
 	f.lookAt = now
 	f.known = make(map[uuid.UUID]*sighting, len(rows))
 	for _, r := range rows {
-		f.known[r.TaskID] = &sighting{state: taskState{r.Status, r.RetryCount, r.UpdatedAt.UnixMicro()}, at: now, look: f.looks}
+		f.known[r.TaskID] = &sighting{state: newTaskState(r.Status, r.RetryCount, r.UpdatedAt), at: now, look: f.looks}
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -222,7 +222,7 @@ func (f *feed) suspects(rows []db.LiveTasksRow, now time.Time) []uuid.UUID {
 	f.mu.Unlock()
 	ids := make([]uuid.UUID, 0, len(hinted))
 	for _, r := range rows {
-		state := taskState{r.Status, r.RetryCount, r.UpdatedAt.UnixMicro()}
+		state := newTaskState(r.Status, r.RetryCount, r.UpdatedAt)
 		k := f.known[r.TaskID]
 		if k == nil {
 			k = &sighting{state: state, at: now}
@@ -271,7 +271,7 @@ func (f *feed) read(ctx context.Context, ids []uuid.UUID, now time.Time) error {
 	for i := range rows {
 		r := &rows[i]
 		delete(unread, r.TaskID)
-		state := taskState{r.Status, r.RetryCount, r.UpdatedAt.UnixMicro()}
+		state := newTaskState(r.Status, r.RetryCount, r.UpdatedAt)
 		k := f.known[r.TaskID]
 		if k == nil {
 			k = new(sighting)

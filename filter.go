@@ -40,8 +40,8 @@ type position struct {
 // filter reads the parameters that choose tasks among those in the allowed states, and reports
 // whether any was given.
 func (q *queryReader) filter(allowed []string) (f filter, given bool) {
-	// A composite literal evaluates in this order, which is that of the errors.
-	f = filter{statuses: q.statuses(allowed), name: q.name()}
+	// The order of these is that of the errors.
+	f.statuses, f.name = q.statuses(allowed), q.name()
 	since, before := q.time("created_after"), q.time("created_before")
 	given = f.statuses != nil || f.name != nil || since != nil || before != nil
 	if f.statuses == nil {

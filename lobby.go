@@ -37,6 +37,10 @@ type taskState struct {
 	updated    int64 // in µs
 }
 
+func newTaskState(status string, retryCount int32, updated time.Time) taskState {
+	return taskState{status, retryCount, updated.UnixMicro()}
+}
+
 // A lobby is where requests wait for tasks. They hold no database connection: one loop
 // asks for all of them, every pollInterval and at once when a worker of this process
 // has changed a task.
@@ -118,7 +122,7 @@ func (l *lobby) leave(p *place) {
 func (l *lobby) saw(p *place, t *db.Task) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	p.seen = taskState{t.Status, t.RetryCount, t.UpdatedAt.UnixMicro()}
+	p.seen = newTaskState(t.Status, t.RetryCount, t.UpdatedAt)
 }
 
 // hint tells that a task was changed by this process and the change is committed. It
@@ -203,7 +207,7 @@ func (l *lobby) poll(ctx context.Context, ids []uuid.UUID) error {
 	}
 	states := make(map[uuid.UUID]taskState, len(rows))
 	for _, r := range rows {
-		states[r.TaskID] = taskState{r.Status, r.RetryCount, r.UpdatedAt.UnixMicro()}
+		states[r.TaskID] = newTaskState(r.Status, r.RetryCount, r.UpdatedAt)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
