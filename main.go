@@ -214,7 +214,8 @@ func (p parts) serve(ctx context.Context, l net.Listener, ready func(string)) er
 
 	publisher := newPublisher(log, p.stream, db.New(p.pools.work))
 	loop("publisher", publisher.run)
-	srv := newServer(log, cfg, p.pools, p.handlers, hints{publisher.publish, p.stream.up, p.stream.depth, p.stream.readers}, p.metrics)
+	known := hints{publish: publisher.publish, up: p.stream.up, depth: p.stream.depth, readers: p.stream.readers}
+	srv := newServer(log, cfg, p.pools, p.handlers, known, p.metrics)
 	loop("submitter", srv.run)
 	drained := func(time.Time) {}
 	if cfg.Worker {
