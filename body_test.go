@@ -41,9 +41,19 @@ func TestBodyMemory(t *testing.T) {
 	eventually(t, "the task that is waited for is stored", func() bool { return g.number(t, "SELECT count(*) FROM tasks") == 1 })
 
 	stalled := []net.Conn{g.stall(t, 0), g.stall(t, 100)}
-	for range bodyMemory / maxBatchBytes {
+	const whole = (bodyMemory - bodyTurn) / maxBatchBytes
+	for range whole {
 		stalled = append(stalled, g.stall(t, maxBatchBytes-bodyStep)) // holds that much
-		stalled = append(stalled, g.stall(t, maxPooledBody+1))        // holds bodyStep
+	}
+	eventually(t, "a step for each is left", func() bool {
+		if g.server.bodies.TryAcquire((whole + 1) * bodyStep) {
+			g.server.bodies.Release((whole + 1) * bodyStep)
+			return false
+		}
+		return true
+	})
+	for range whole + 1 { // of which the last one has to take the turn
+		stalled = append(stalled, g.stall(t, maxPooledBody+1))
 	}
 	eventually(t, "no memory is left", func() bool {
 		if g.server.bodies.TryAcquire(bodyStep) {
