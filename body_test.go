@@ -114,14 +114,12 @@ func TestBodyMemoryTurn(t *testing.T) {
 		}
 		go func() {
 			<-begin
-			defer loan.giveBack()
-			for range maxBatchBytes/bodyStep - 1 {
-				if err := loan.grow(t.Context(), bodyStep); err != nil {
-					errs <- err
-					return
-				}
+			var err error
+			for n := 1; n < maxBatchBytes/bodyStep && err == nil; n++ {
+				err = loan.grow(t.Context(), bodyStep)
 			}
-			errs <- nil
+			loan.giveBack()
+			errs <- err
 		}()
 	}
 	close(begin)
