@@ -6,10 +6,6 @@ import (
 	"time"
 )
 
-// timeLayout shows times as the original did: always six digits, so that texts sort as
-// times do, and what POST said is byte for byte what GET says.
-const timeLayout = "2006-01-02T15:04:05.000000-07:00"
-
 // appendJSON appends JSON as it is but for white space, which jsonb adds; nothing as null. It
 // never decodes: numbers keep every digit.
 func appendJSON(b []byte, raw json.RawMessage) []byte {
@@ -24,13 +20,19 @@ func appendJSON(b []byte, raw json.RawMessage) []byte {
 	return buf.Bytes()
 }
 
+// appendTime appends a time as the original showed it: always six digits, so that texts sort as
+// times do, and what POST said is byte for byte what GET says. For RFC3339, which leaves
+// out the fraction and writes Z, the library has a way three times as fast as for other layouts.
 func appendTime(b []byte, t *time.Time) []byte {
 	if t == nil {
 		return append(b, "null"...)
 	}
-	b = append(b, '"')
-	b = t.UTC().AppendFormat(b, timeLayout)
-	return append(b, '"')
+	b = t.UTC().AppendFormat(append(b, '"'), time.RFC3339)
+	b[len(b)-1] = '.'
+	for us, unit := t.Nanosecond()/1000, 100_000; unit > 0; unit /= 10 {
+		b = append(b, byte('0'+us/unit%10))
+	}
+	return append(b, `+00:00"`...)
 }
 
 func appendText(b []byte, s *string) []byte {
