@@ -189,8 +189,8 @@ func writeProblem(w http.ResponseWriter, r *http.Request, e *httpError) {
 // writeBody sends a whole answer. A client that has gone away is nobody's error.
 func writeBody(w http.ResponseWriter, status int, mediaType string, body []byte) {
 	h := w.Header()
-	h.Set("Content-Type", mediaType)
-	h.Set("Content-Length", strconv.Itoa(len(body)))
+	h["Content-Type"] = []string{mediaType}
+	h["Content-Length"] = []string{strconv.Itoa(len(body))}
 	w.WriteHeader(status)
 	_, _ = w.Write(body)
 }
