@@ -104,10 +104,18 @@ func (l *bodyLoan) giveBack() {
 // is borrowed as it arrives: who only announces much holds nothing. Without that some dozens
 // of large batches at once would be the end of a small container.
 func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit int64, loan *bodyLoan) error {
-	body := http.MaxBytesReader(w, r.Body, limit)
-	for step := int64(maxPooledBody); ; step = bodyStep {
-		_, err := io.CopyN(buf, body, step)
-		if err == io.EOF {
+	body := r.Body
+	if r.ContentLength < 0 { // else readHead has compared it, and net/http ends the body there
+		body = http.MaxBytesReader(w, r.Body, limit)
+	}
+	for room := maxPooledBody; ; {
+		if buf.Available() == 0 {
+			buf.Grow(bytes.MinRead)
+		}
+		free := buf.AvailableBuffer()
+		n, err := body.Read(free[:min(cap(free), room)])
+		buf.Write(free[:n]) // which moves the end only
+		if room -= n; err == io.EOF {
 			return nil
 		}
 		if _, large := errors.AsType[*http.MaxBytesError](err); large {
@@ -116,8 +124,11 @@ func readBody(buf *bytes.Buffer, w http.ResponseWriter, r *http.Request, limit i
 		if err != nil {
 			return errBodyUnread
 		}
-		if err := loan.grow(r.Context(), bodyStep); err != nil {
-			return err
+		if room == 0 {
+			if err := loan.grow(r.Context(), bodyStep); err != nil {
+				return err
+			}
+			room = bodyStep
 		}
 	}
 }
