@@ -19,9 +19,23 @@ func registerTypes(_ context.Context, conn *pgx.Conn) error {
 	m := conn.TypeMap()
 	id := &pgtype.Type{Name: "uuid", OID: pgtype.UUIDOID, Codec: uuidCodec{}}
 	m.RegisterType(id)
-	m.RegisterType(&pgtype.Type{Name: "_uuid", OID: pgtype.UUIDArrayOID, Codec: newSliceCodec(id, func(u *uuid.UUID) []byte { return u[:] })})
-	bytea := &pgtype.Type{Name: "bytea", OID: pgtype.ByteaOID, Codec: pgtype.ByteaCodec{}}
-	m.RegisterType(&pgtype.Type{Name: "_bytea", OID: pgtype.ByteaArrayOID, Codec: newSliceCodec(bytea, func(b *[]byte) []byte { return *b })})
+	slice := func(name string, oid uint32, codec pgtype.Codec) {
+		m.RegisterType(&pgtype.Type{Name: name, OID: oid, Codec: codec})
+	}
+	slice("_uuid", pgtype.UUIDArrayOID, newSliceCodec(id, func(b []byte, u *uuid.UUID) []byte { return append(b, u[:]...) }))
+	slice("_bytea", pgtype.ByteaArrayOID, newSliceCodec(known(m, pgtype.ByteaOID), func(b []byte, v *[]byte) []byte {
+		if *v == nil {
+			return nil
+		}
+		return append(b, *v...)
+	}))
+	slice("_text", pgtype.TextArrayOID, newSliceCodec(known(m, pgtype.TextOID), func(b []byte, s *string) []byte { return append(b, *s...) }))
+	slice("_int4", pgtype.Int4ArrayOID, newSliceCodec(known(m, pgtype.Int4OID), func(b []byte, n *int32) []byte {
+		return binary.BigEndian.AppendUint32(b, uint32(*n))
+	}))
+	slice("_int8", pgtype.Int8ArrayOID, newSliceCodec(known(m, pgtype.Int8OID), func(b []byte, n *int64) []byte {
+		return binary.BigEndian.AppendUint64(b, uint64(*n))
+	}))
 	m.RegisterDefaultPgType(uuid.UUID{}, "uuid")
 	m.RegisterDefaultPgType([]uuid.UUID{}, "_uuid")
 	m.RegisterType(&pgtype.Type{
@@ -30,6 +44,12 @@ func registerTypes(_ context.Context, conn *pgx.Conn) error {
 		Codec: &pgtype.TimestamptzCodec{ScanLocation: time.UTC},
 	})
 	return nil
+}
+
+// known returns a type that pgx brings along.
+func known(m *pgtype.Map, oid uint32) *pgtype.Type {
+	t, _ := m.TypeForOID(oid)
+	return t
 }
 
 // uuidCodec passes uuid.UUID to and from PostgreSQL as the 16 bytes it is. Without it
@@ -68,15 +88,15 @@ func (encodeUUIDText) Encode(value any, buf []byte) ([]byte, error) {
 }
 
 // A sliceCodec writes []T, which every batch carries, without a look at each element by
-// reflection, as pgx does for slices that it does not know. bytes returns the binary form of an
-// element; nil stands for NULL.
+// reflection or an allocation, as pgx does. element appends the binary form of one; nil stands
+// for NULL.
 type sliceCodec[T any] struct {
 	*pgtype.ArrayCodec
-	bytes func(*T) []byte
+	element func([]byte, *T) []byte
 }
 
-func newSliceCodec[T any](element *pgtype.Type, bytes func(*T) []byte) sliceCodec[T] {
-	return sliceCodec[T]{&pgtype.ArrayCodec{ElementType: element}, bytes}
+func newSliceCodec[T any](t *pgtype.Type, element func([]byte, *T) []byte) sliceCodec[T] {
+	return sliceCodec[T]{&pgtype.ArrayCodec{ElementType: t}, element}
 }
 
 func (c sliceCodec[T]) PlanEncode(m *pgtype.Map, oid uint32, format int16, value any) pgtype.EncodePlan {
@@ -103,13 +123,12 @@ func (c sliceCodec[T]) Encode(value any, buf []byte) ([]byte, error) {
 	buf = binary.BigEndian.AppendUint32(buf, uint32(len(list)))
 	buf = binary.BigEndian.AppendUint32(buf, 1)
 	for i := range list {
-		b := c.bytes(&list[i])
-		if b == nil {
-			buf = binary.BigEndian.AppendUint32(buf, math.MaxUint32) // -1
-			continue
+		buf = binary.BigEndian.AppendUint32(buf, math.MaxUint32) // -1: NULL
+		start := len(buf)
+		if b := c.element(buf, &list[i]); b != nil {
+			buf = b
+			binary.BigEndian.PutUint32(buf[start-4:], uint32(len(buf)-start))
 		}
-		buf = binary.BigEndian.AppendUint32(buf, uint32(len(b)))
-		buf = append(buf, b...)
 	}
 	return buf, nil
 }

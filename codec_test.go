@@ -1,6 +1,7 @@
 package main
 
 import (
+	"math"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -14,6 +15,12 @@ func TestSliceCodec(t *testing.T) {
 	dsn := newDatabase(t)
 	for _, mode := range []string{"cache_statement", "cache_describe", "describe_exec", "exec", "simple_protocol"} {
 		p := openTestPools(t, dsn+"&default_query_exec_mode="+mode, testLease)
+		var same bool
+		query := "SELECT $1::text[] = ARRAY['', 'a\"b{,}\\', 'null', 'ü'] AND $2::int[] = ARRAY[0, -1, 2147483647] AND $3::bigint[] = ARRAY[0, -1, 9223372036854775807]"
+		texts := []string{"", `a"b{,}\`, "null", "ü"}
+		if err := p.submit.QueryRow(t.Context(), query, texts, []int32{0, -1, math.MaxInt32}, []int64{0, -1, math.MaxInt64}).Scan(&same); err != nil || !same {
+			t.Errorf("%s: texts and numbers arrive as sent: %v, %v", mode, same, err)
+		}
 		for _, test := range []struct {
 			name   string
 			ids    []uuid.UUID
