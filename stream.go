@@ -186,8 +186,8 @@ func (s *stream) publish(ctx context.Context, entries []entry) ([]entry, error) 
 	ctx, cancel := context.WithTimeout(ctx, 2*commandLimit)
 	defer cancel()
 	cmds, err := s.fast.Pipelined(ctx, func(p redis.Pipeliner) error {
-		for _, e := range entries {
-			p.XAdd(ctx, &redis.XAddArgs{Stream: s.key(e.queue), Values: []string{taskIDField, e.id.String()}})
+		for _, add := range s.additions(ctx, entries) {
+			p.Process(ctx, add) // queues it
 		}
 		return nil
 	})
@@ -204,6 +204,25 @@ func (s *stream) publish(ctx context.Context, entries []entry) ([]entry, error) 
 	err = fmt.Errorf("publish: %w", err)
 	s.note(err)
 	return failed, err
+}
+
+// additions returns the XADD of each entry. What they are made of is allocated at once: one by
+// one, as by XAdd, that is a fifth of what there is to allocate for a task.
+func (s *stream) additions(ctx context.Context, entries []entry) []*redis.StringCmd {
+	const words = 5
+	cmds := make([]*redis.StringCmd, len(entries))
+	args := make([]any, 0, words*len(entries))
+	ids := make([]string, len(entries))
+	var key any
+	for i, e := range entries {
+		if i == 0 || e.queue != entries[i-1].queue {
+			key = s.key(e.queue)
+		}
+		ids[i] = e.id.String()
+		args = append(args, "XADD", key, "*", taskIDField, &ids[i])
+		cmds[i] = redis.NewStringCmd(ctx, args[words*i:words*(i+1):words*(i+1)]...)
+	}
+	return cmds
 }
 
 // next returns up to n new messages of the queues that are not paused, or none after the blocking
