@@ -48,7 +48,7 @@ func (in *intake) storeAside(ws []*waiter) error {
 		return err
 	}
 	defer free()
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ws[0].ctx), batchLimit)
+	ctx, cancel := context.WithTimeout(context.Background(), batchLimit)
 	defer cancel()
 	return in.store(ctx, in.pools.api, slices.DeleteFunc(ws, (*waiter).gone))
 }

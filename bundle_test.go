@@ -360,7 +360,7 @@ func TestBatchLateCommit(t *testing.T) {
 			t.Parallel()
 			g := startGateway(t, newDatabase(t), nil)
 			in := g.server.intake
-			ws := []*waiter{newWaiter(t, "", `{}`), newWaiter(t, "", `{}`)}
+			ws := []*waiter{newWaiter("", `{}`), newWaiter("", `{}`)}
 			entries := 0 // the rival's rows say that they have none, which only recall reads
 			if key != "" {
 				ws[0].sub.Key, ws[1].sub.Key, entries = "k", "l", 2
@@ -374,7 +374,7 @@ func TestBatchLateCommit(t *testing.T) {
 			}
 			done := make(chan []receipt, 1)
 			go func() {
-				receipts, err := in.submitAll(ws[0].ctx, ws)
+				receipts, err := submitAll(t, in, ws)
 				if err != nil {
 					t.Error(err)
 				}
@@ -425,8 +425,8 @@ func TestBatchPostgresAway(t *testing.T) {
 func TestBatchUnstorableRow(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), nil)
-	ws := []*waiter{newWaiter(t, "a", `{}`), newWaiter(t, "b", `{"a":"\u0000"}`), newWaiter(t, "", `{}`)}
-	if _, err := g.server.intake.submitAll(ws[0].ctx, ws); err == nil || err.Error() != errUnstorable.Error() {
+	ws := []*waiter{newWaiter("a", `{}`), newWaiter("b", `{"a":"\u0000"}`), newWaiter("", `{}`)}
+	if _, err := submitAll(t, g.server.intake, ws); err == nil || err.Error() != errUnstorable.Error() {
 		t.Errorf("error %v, want %v", err, errUnstorable)
 	}
 	if n := g.number(t, "SELECT count(*) FROM tasks"); n != 0 || len(g.published()) != 0 {
@@ -469,4 +469,10 @@ func TestBatchDrain(t *testing.T) {
 		t.Errorf("shutdown: %v", err)
 	}
 	eventually(t, "both batches are stored", func() bool { return g.number(t, "SELECT count(*) FROM tasks WHERE name = 'b'") == 3 })
+}
+
+func submitAll(t *testing.T, in *intake, ws []*waiter) ([]receipt, error) {
+	ctx, cancel := context.WithTimeout(t.Context(), submitLimit)
+	defer cancel()
+	return in.submitAll(ctx, ws)
 }

@@ -82,17 +82,24 @@ func (in *intake) run(ctx context.Context) error {
 }
 
 // submit stores w, or finds the task that holds its key, and returns which. It returns when
-// the outcome is committed, or when w's context ends: then the row may still be stored,
-// and only asking again with the same key tells.
+// the outcome is committed, or after submitLimit with context.DeadlineExceeded: then the row may
+// still be stored, and only asking again with the same key tells. That there is no context is
+// on purpose: a client that hangs up must neither abort a task that is being accepted nor cost
+// a connection, which pgx closes when a context ends under it (jackc/pgx#1894).
 func (in *intake) submit(w *waiter) receipt {
-	if err := in.batch.add(w.ctx, w); err != nil {
-		return receipt{err: err}
+	w.until, w.done = time.Now().Add(submitLimit), make(chan receipt, 1)
+	limit := time.NewTimer(submitLimit)
+	defer limit.Stop()
+	select {
+	case in.batch.queue <- w:
+	case <-limit.C:
+		return receipt{err: context.DeadlineExceeded}
 	}
 	select {
 	case o := <-w.done:
 		return o
-	case <-w.ctx.Done():
-		return receipt{err: context.Cause(w.ctx)}
+	case <-limit.C:
+		return receipt{err: context.DeadlineExceeded}
 	}
 }
 

@@ -273,7 +273,7 @@ func TestUnstorableRowInBatch(t *testing.T) {
 	in := g.server.intake
 	ws := make([]*waiter, 20)
 	for i := range ws {
-		ws[i] = newWaiter(t, fmt.Sprint("k", i), `{}`)
+		ws[i] = newWaiter(fmt.Sprint("k", i), `{}`)
 		if i%7 == 3 {
 			ws[i].sub.Payload = `{"a":"\u0000"}`
 		}
@@ -294,7 +294,7 @@ func TestUnstorableRowInBatch(t *testing.T) {
 func TestSameKeyInBatch(t *testing.T) {
 	t.Parallel()
 	g := startGateway(t, newDatabase(t), nil)
-	first, same, other := newWaiter(t, "k", `{"a":1}`), newWaiter(t, "k", `{"a":1}`), newWaiter(t, "k", `{"a":2}`)
+	first, same, other := newWaiter("k", `{"a":1}`), newWaiter("k", `{"a":1}`), newWaiter("k", `{"a":2}`)
 	other.sub.Hash[0]++
 	g.server.intake.flush(t.Context(), []*waiter{first, same, other})
 	a, b, c := <-first.done, <-same.done, <-other.done
@@ -309,11 +309,9 @@ func TestSameKeyInBatch(t *testing.T) {
 	}
 }
 
-func newWaiter(t *testing.T, key, payload string) *waiter {
-	ctx, cancel := context.WithTimeout(t.Context(), submitLimit)
-	t.Cleanup(cancel)
+func newWaiter(key, payload string) *waiter {
 	return &waiter{
-		ctx:   ctx,
+		until: time.Now().Add(submitLimit),
 		id:    uuid.Must(uuid.NewV7()),
 		sub:   submission{Name: "a", Payload: payload, Key: key},
 		queue: defaultQueue,
@@ -399,7 +397,7 @@ func TestRunStoresWhatIsLeft(t *testing.T) {
 	in := newIntake(discardLog(), p, hints{publish: func([]entry) {}, up: func() bool { return true }}, newMetrics())
 	ws := make([]*waiter, 700)
 	for i := range ws {
-		ws[i] = newWaiter(t, "", `{}`)
+		ws[i] = newWaiter("", `{}`)
 		if err := in.batch.add(t.Context(), ws[i]); err != nil {
 			t.Fatal(err)
 		}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"net/http"
 	"strings"
 
@@ -38,11 +37,6 @@ func (s *server) submit(w http.ResponseWriter, r *http.Request) {
 		s.fail(w, r, err)
 		return
 	}
-	// A client that hangs up neither aborts a task that is being accepted nor costs a
-	// connection, which pgx closes when a context ends under it (jackc/pgx#1894).
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), submitLimit)
-	defer cancel()
-	task.ctx, task.done = ctx, make(chan receipt, 1)
 	o := s.intake.submit(task)
 	if o.err != nil {
 		s.fail(w, r, o.err)
@@ -98,13 +92,13 @@ func writeAccepted(w http.ResponseWriter, o receipt, key string, now *db.Task) {
 	}
 	h := w.Header()
 	id := o.id.String()
-	h.Set("Location", "/tasks/"+id)
+	h["Location"] = []string{"/tasks/" + id}
 	code := http.StatusAccepted
 	if o.replayed {
 		code = http.StatusOK
 		h.Set("Idempotent-Replayed", "true")
 	} else if !terminal(o.status) {
-		h.Set("Retry-After", "1")
+		h["Retry-After"] = inASecond
 	}
 	b := make([]byte, 0, 160+len(o.name)+len(key))
 	b = appendReceipt(b, id, &o, key)

@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"context"
 	"time"
 
 	"github.com/google/uuid"
@@ -11,10 +10,10 @@ import (
 )
 
 // A waiter is one submission on its way into the table, and the request that waits for it:
-// the items of a batch, which wait together, have neither ctx nor done.
+// the items of a batch, which wait together, have neither until nor done.
 type waiter struct {
-	ctx         context.Context // the request's limit; a client that hangs up does not end it
-	id          uuid.UUID       // made here, so that after a lost reply the row can be looked for
+	until       time.Time // the request's limit; a client that hangs up does not end it
+	id          uuid.UUID // made here, so that after a lost reply the row can be looked for
 	sub         submission
 	queue       string
 	maxRetries  int32
@@ -23,7 +22,7 @@ type waiter struct {
 }
 
 // gone reports whether the request has been answered already.
-func (w *waiter) gone() bool { return w.ctx.Err() != nil }
+func (w *waiter) gone() bool { return !time.Now().Before(w.until) }
 
 // A receipt says what became of a submission: a task, new or found by its key, or an error.
 type receipt struct {
