@@ -219,7 +219,7 @@ func (s *stream) additions(ctx context.Context, entries []entry) []*redis.String
 			key = s.key(e.queue)
 		}
 		ids[i] = e.id.String()
-		args = append(args, "XADD", key, "*", taskIDField, &ids[i])
+		args = append(args, "xadd", key, "*", taskIDField, &ids[i])
 		cmds[i] = redis.NewStringCmd(ctx, args[words*i:words*(i+1):words*(i+1)]...)
 	}
 	return cmds
