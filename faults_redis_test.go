@@ -174,7 +174,8 @@ func TestFault35NoGrowth(t *testing.T) {
 		t.Errorf("%d consumers, want at most %d", len(consumers), 2+killed)
 	}
 	t.Logf("redis %d -> %d bytes, rss %d -> %d kB, fds %d -> %d", memory, b.redisMemory(), rss, stays.rss(t), fds, stays.fds(t))
-	if now := b.redisMemory(); now > memory+memory/10 {
+	// The buffers of its clients come and go, which was an eighth of it over 30 restarts, without a trend.
+	if now := b.redisMemory(); now > memory+memory/4 {
 		t.Errorf("Redis uses %d bytes, %d at the start", now, memory)
 	}
 	// The Go heap breathes, by as much as the ballast: what is looked for is growth with the number of tasks.
