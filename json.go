@@ -21,8 +21,8 @@ func appendJSON(b []byte, raw json.RawMessage) []byte {
 }
 
 // appendTime appends a time as the original showed it: always six digits, so that texts sort as
-// times do, and what POST said is byte for byte what GET says. For RFC3339, which leaves
-// out the fraction and writes Z, the library has a way three times as fast as for other layouts.
+// times do, and what POST said is byte for byte what GET says. RFC3339, which leaves
+// out the fraction and writes Z, is the layout that the library need not read anew each time.
 func appendTime(b []byte, t *time.Time) []byte {
 	if t == nil {
 		return append(b, "null"...)

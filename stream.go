@@ -207,7 +207,7 @@ func (s *stream) publish(ctx context.Context, entries []entry) ([]entry, error) 
 }
 
 // additions returns the XADD of each entry. What they are made of is allocated at once: one by
-// one, as by XAdd, that is a fifth of what there is to allocate for a task.
+// one, as by XAdd, that is a sixth of what a submit allocates.
 func (s *stream) additions(ctx context.Context, entries []entry) []*redis.StringCmd {
 	const words = 5
 	cmds := make([]*redis.StringCmd, len(entries))
