@@ -5,6 +5,8 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 )
 
 // Whatever arrives while a flush is under way is the next batch: batches grow
@@ -41,6 +43,55 @@ func TestBatcherGathersDuringFlush(t *testing.T) {
 	if !slices.EqualFunc(batches, want, slices.Equal) {
 		t.Errorf("batches = %v, want %v", batches, want)
 	}
+}
+
+// A small batch grows while another has the turn, has it next, and gives it back; a large one
+// goes at once, and so does one that has waited for turnLimit.
+func TestBatcherTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		var sizes []int
+		b := newBatcher(2*smallBatch, func(_ context.Context, items []int) { sizes = append(sizes, len(items)) })
+		b.turn = newTurn()
+		go b.run(ctx)
+		add := func(n int) {
+			for range n {
+				if err := b.add(ctx, 0); err != nil {
+					t.Fatal(err)
+				}
+				synctest.Wait()
+			}
+		}
+		expect := func(what string, want ...int) {
+			t.Helper()
+			synctest.Wait()
+			if !slices.Equal(sizes, want) {
+				t.Fatalf("%s: batches of %v, want %v", what, sizes, want)
+			}
+		}
+		if !b.turn.take(1) {
+			t.Fatal("the turn is taken, want it free")
+		}
+		add(3)
+		expect("while another has the turn")
+		b.turn.give()
+		expect("with the turn", 3)
+		if !b.turn.take(1) {
+			t.Fatal("the batch kept its turn")
+		}
+		add(smallBatch)
+		expect("a large batch", 3, smallBatch)
+		add(2)
+		time.Sleep(turnLimit)
+		expect("after the limit", 3, smallBatch, 2)
+		if b.turn.take(1) {
+			t.Error("the turn was given back by a batch that did not have it")
+		}
+		if b.turn.take(smallBatch) {
+			t.Error("many rows took a turn, want none")
+		}
+		cancel()
+	})
 }
 
 // Adding to a full queue ends with the caller's context, and loses nothing.

@@ -120,6 +120,9 @@ func (w *worker) claim(ctx context.Context, ids []uuid.UUID) ([]db.ClaimTasksRow
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeLimit)
 	defer cancel()
 	w.metrics.claimRows.Observe(float64(len(ids)))
+	if w.turn.take(len(ids)) {
+		defer w.turn.give()
+	}
 	args := db.ClaimTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), Worker: w.cfg.ConsumerName, TaskIDs: ids}
 	rows, err := w.claims.ClaimTasks(ctx, args)
 	if crowdedOut(err) { // somebody holds one of the rows, which must not hold up the others

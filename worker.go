@@ -39,6 +39,7 @@ type worker struct {
 	refused  func(context.Context) // claims were refused because a queue is paused
 
 	slots    chan struct{} // one token per free slot
+	turn     turn          // of claims and outcomes
 	outcomes *batcher[outcome]
 	locked   *batcher[outcome] // outcomes whose row somebody holds locked
 	drops    *batcher[message]
@@ -66,6 +67,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 		changed:  func(uuid.UUID) {},
 		refused:  func(context.Context) {},
 		slots:    make(chan struct{}, cfg.WorkerConcurrency),
+		turn:     newTurn(),
 		held:     make(map[uuid.UUID]*attempt),
 		entries:  make(map[message]struct{}),
 	}
@@ -73,6 +75,7 @@ func newWorker(log *slog.Logger, cfg config, claims, leases *db.Queries, s *stre
 	w.release(cfg.WorkerConcurrency)
 	m.workers.Set(float64(cfg.WorkerConcurrency))
 	w.outcomes = newBatcher(outcomeBatch, w.store)
+	w.outcomes.turn = w.turn
 	w.locked = newBatcher(outcomeBatch, w.storeLocked)
 	w.drops = newBatcher(dropBatch, w.flushDrops)
 	return w
