@@ -13,7 +13,7 @@ const (
 	smallBatch = 128
 
 	// turnLimit is how long a batch waits for its turn: longer than a commit takes on any but the
-	// slowest disks, and no time for a handler. Who has the turn may be waiting for a lock.
+	// slowest disks, and nothing to a handler. Who has the turn may be waiting for a lock.
 	turnLimit = 20 * time.Millisecond
 )
 
@@ -24,25 +24,31 @@ type turn chan struct{}
 
 func newTurn() turn { return make(turn, 1) }
 
-// take waits until the caller has the turn, for at most turnLimit, and reports whether it has,
-// and so must give it back. A batch of many rows has none and waits for none.
-func (t turn) take(rows int) bool {
-	if rows >= smallBatch {
-		return false
+// await waits until batch has the turn, for at most turnLimit, and meanwhile adds what comes from more,
+// which may be nil. It returns the batch and whether it has the turn, and so must give it
+// back; one that is no longer small has none, and neither has any where t is nil.
+func await[T any](t turn, batch []T, more <-chan T) ([]T, bool) {
+	if t == nil || len(batch) >= smallBatch {
+		return batch, false
 	}
 	select {
 	case t <- struct{}{}:
-		return true
+		return batch, true
 	default:
 	}
 	late := time.NewTimer(turnLimit)
 	defer late.Stop()
-	select {
-	case t <- struct{}{}:
-		return true
-	case <-late.C:
-		return false
+	for len(batch) < smallBatch {
+		select {
+		case t <- struct{}{}:
+			return batch, true
+		case item := <-more:
+			batch = append(batch, item)
+		case <-late.C:
+			return batch, false
+		}
 	}
+	return batch, false
 }
 
 func (t turn) give() { <-t }
@@ -54,7 +60,7 @@ type batcher[T any] struct {
 	queue chan T
 	limit int
 	flush func(ctx context.Context, items []T)
-	turn  turn // that a small batch waits for while it grows; nil: it does not
+	turn  turn // that a small batch waits for while it grows; nil: none. With one, limit is at least smallBatch
 }
 
 // newBatcher returns a batcher whose batches hold at most limit items. flush is
@@ -101,7 +107,7 @@ func (b *batcher[T]) run(ctx context.Context) error {
 		// under load and an idle system notices nothing.
 		runtime.Gosched()
 		var mine bool
-		batch, mine = b.await(batch)
+		batch, mine = await(b.turn, batch, b.queue)
 		for more := true; more && len(batch) < b.limit; {
 			select {
 			case item := <-b.queue:
@@ -117,30 +123,4 @@ func (b *batcher[T]) run(ctx context.Context) error {
 		clear(batch)
 		batch = batch[:0]
 	}
-}
-
-// await adds to batch what is queued until it has the turn, has waited turnLimit for it, or is no longer
-// small, and reports whether it has the turn.
-func (b *batcher[T]) await(batch []T) ([]T, bool) {
-	if b.turn == nil {
-		return batch, false
-	}
-	select {
-	case b.turn <- struct{}{}:
-		return batch, true
-	default:
-	}
-	late := time.NewTimer(turnLimit)
-	defer late.Stop()
-	for len(batch) < min(smallBatch, b.limit) {
-		select {
-		case b.turn <- struct{}{}:
-			return batch, true
-		case item := <-b.queue:
-			batch = append(batch, item)
-		case <-late.C:
-			return batch, false
-		}
-	}
-	return batch, false
 }

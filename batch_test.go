@@ -54,6 +54,10 @@ func TestBatcherTurn(t *testing.T) {
 		b := newBatcher(2*smallBatch, func(_ context.Context, items []int) { sizes = append(sizes, len(items)) })
 		b.turn = newTurn()
 		go b.run(ctx)
+		take := func(rows int) bool {
+			_, mine := await(b.turn, make([]int, rows), nil)
+			return mine
+		}
 		add := func(n int) {
 			for range n {
 				if err := b.add(ctx, 0); err != nil {
@@ -69,14 +73,14 @@ func TestBatcherTurn(t *testing.T) {
 				t.Fatalf("%s: batches of %v, want %v", what, sizes, want)
 			}
 		}
-		if !b.turn.take(1) {
+		if !take(1) {
 			t.Fatal("the turn is taken, want it free")
 		}
 		add(3)
 		expect("while another has the turn")
 		b.turn.give()
 		expect("with the turn", 3)
-		if !b.turn.take(1) {
+		if !take(1) {
 			t.Fatal("the batch kept its turn")
 		}
 		add(smallBatch)
@@ -84,10 +88,10 @@ func TestBatcherTurn(t *testing.T) {
 		add(2)
 		time.Sleep(turnLimit)
 		expect("after the limit", 3, smallBatch, 2)
-		if b.turn.take(1) {
+		if take(1) {
 			t.Error("the turn was given back by a batch that did not have it")
 		}
-		if b.turn.take(smallBatch) {
+		if take(smallBatch) {
 			t.Error("many rows took a turn, want none")
 		}
 		cancel()

@@ -120,7 +120,7 @@ func (w *worker) claim(ctx context.Context, ids []uuid.UUID) ([]db.ClaimTasksRow
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeLimit)
 	defer cancel()
 	w.metrics.claimRows.Observe(float64(len(ids)))
-	if w.turn.take(len(ids)) {
+	if _, mine := await(w.turn, ids, nil); mine {
 		defer w.turn.give()
 	}
 	args := db.ClaimTasksParams{LeaseMS: w.cfg.Lease.Milliseconds(), Worker: w.cfg.ConsumerName, TaskIDs: ids}

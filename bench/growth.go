@@ -66,9 +66,20 @@ func (b *bench) grow(ctx context.Context, rows int) error {
 		return err
 	}
 	stopAll(p)
-	// A service's tasks leave the reserve of their pages used up, which a plain INSERT keeps.
+	conn, err := b.connect(ctx, g.database())
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	var fillfactor string
+	const asMade = "SELECT COALESCE((SELECT option_value FROM pg_options_to_table(reloptions) WHERE option_name = 'fillfactor'), '100') FROM pg_class WHERE oid = 'tasks'::regclass"
+	if err := conn.QueryRow(ctx, asMade).Scan(&fillfactor); err != nil {
+		return fmt.Errorf("read fillfactor: %w", err)
+	}
+	// Traffic leaves few pages with room for a task beside the reserve for updates; one INSERT of
+	// all rows under that reserve would leave it in every other page.
 	if err := b.exec(ctx, g.database(), "ALTER TABLE tasks SET (fillfactor = 100)", strings.ReplaceAll(endedRows, "$1", fmt.Sprint(rows)),
-		"ALTER TABLE tasks SET (fillfactor = 90)", "VACUUM ANALYZE tasks", "CHECKPOINT"); err != nil {
+		"ALTER TABLE tasks SET (fillfactor = "+fillfactor+")", "VACUUM ANALYZE tasks", "CHECKPOINT"); err != nil {
 		return err
 	}
 	g.ready = time.Now()
