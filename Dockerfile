@@ -3,7 +3,9 @@ WORKDIR /src
 COPY go.mod go.sum ./
 RUN go mod download
 COPY . .
-RUN CGO_ENABLED=0 go build -trimpath -tags timetzdata -ldflags=-s -o /nexusflow .
+# What logs and metrics call this build: --build-arg VERSION=v1.2.3
+ARG VERSION
+RUN CGO_ENABLED=0 go build -trimpath -tags timetzdata -ldflags="-s -X main.release=$VERSION" -o /nexusflow .
 
 # Nothing but the binary: no shell, no package to update. Commands that tasks run
 # (exec handlers) need an image of their own that copies /nexusflow from here.

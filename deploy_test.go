@@ -64,6 +64,7 @@ func TestDockerfile(t *testing.T) {
 		`(?m)^USER 65532:65532$`,
 		`(?m)^ENV HTTP_ADDR=:8000$`,
 		`(?m)^EXPOSE 8000$`,
+		`(?m)^ARG VERSION\nRUN .* -X main\.release=\$VERSION"`,
 	} {
 		if !regexp.MustCompile(want).Match(text) {
 			t.Errorf("Dockerfile lacks %s", want)

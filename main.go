@@ -14,6 +14,8 @@ import (
 	"os"
 	"os/signal"
 	"runtime"
+	"runtime/debug"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -42,6 +44,9 @@ const (
 // which would be collected dozens of times a second at full rate. It adds the same to a large
 // heap, which a GOGC would multiply; GOMEMLIMIT counts it.
 const ballast = 12 << 20
+
+// release is the version that the image's build was told, see the Dockerfile.
+var release string
 
 // A usageError is a mistake in settings, handlers file or arguments.
 type usageError struct{ error }
@@ -82,6 +87,14 @@ func invoke(ctx context.Context, args []string) error {
 		return healthcheck(ctx, os.Getenv("HTTP_ADDR"))
 	}
 	return usageError{fmt.Errorf("unknown argument %q; see nexusflow -h", args[0])}
+}
+
+// version is what the build was told, or what the Go tool stamped, or devel.
+func version() string {
+	if info, ok := debug.ReadBuildInfo(); ok {
+		return cmp.Or(release, strings.Trim(info.Main.Version, "()"), "devel")
+	}
+	return cmp.Or(release, "devel")
 }
 
 // run serves until ctx ends or a part fails, and returns when everything it started

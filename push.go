@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/hmac"
 	"crypto/sha256"
@@ -13,7 +12,6 @@ import (
 	"net"
 	"net/http"
 	"net/url"
-	"runtime/debug"
 	"strconv"
 	"strings"
 	"time"
@@ -226,12 +224,4 @@ func retryDelay(header string, now time.Time) time.Duration {
 		return 0
 	}
 	return min(max(at.Sub(now), 0), maxRetryAfter)
-}
-
-// version is the module's version as the Go tool stamped it, or devel.
-func version() string {
-	if info, ok := debug.ReadBuildInfo(); ok {
-		return cmp.Or(strings.Trim(info.Main.Version, "()"), "devel")
-	}
-	return "devel"
 }
