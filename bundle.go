@@ -27,7 +27,8 @@ const (
 // feels its failure or a lock it waits for.
 type bundle struct {
 	receipts map[*waiter]receipt
-	due      []entry // for the stream, once it is committed
+	due      []entry         // for the stream, once it is committed
+	moved    map[string]bool // displaced keys that tasks hold
 }
 
 // A commitError came of COMMIT: whether it took effect nobody knows.
@@ -50,7 +51,7 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 	}
 	defer free()
 	in.metrics.submitRows.Observe(float64(len(rows)))
-	b, err := in.storeBundle(ctx, rows)
+	b, err := in.storeBundle(ctx, rows, displaced(ws))
 	if !timedOut(err) {
 		in.note(err)
 	}
@@ -63,11 +64,15 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 		return nil, err
 	}
 	receipts := make([]receipt, len(ws))
-	var reused []int
+	var reused []fieldError
 	for i, holder := range holders {
 		o := b.receipts[holder]
-		if o.err != nil {
-			reused = append(reused, i)
+		switch {
+		case o.err != nil:
+			reused = append(reused, keyReused(i, "This key was already used with a different request"))
+		case b.moved[ws[i].sub.Displaced]:
+			o.err = errKeyReused
+			reused = append(reused, keyReused(i, "The batch's key was already used with an item without a key of its own in this place"))
 		}
 		if holder != ws[i] {
 			o.status, o.replayed = cmp.Or(o.status, statusPending), true
@@ -80,7 +85,7 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 		}
 	}
 	if reused != nil {
-		return nil, keysReused(reused, "This key was already used with a different request")
+		return nil, keysReused(reused)
 	}
 	// The rows are committed, and the stream is only a hint, as in created.
 	if len(b.due) > 0 {
@@ -95,7 +100,7 @@ func (in *intake) submitAll(ctx context.Context, ws []*waiter) ([]receipt, error
 func distinct(ws []*waiter) (rows, holders []*waiter, err error) {
 	first := make(map[string]*waiter, len(ws))
 	rows, holders = make([]*waiter, 0, len(ws)), slices.Clone(ws)
-	var reused []int
+	var reused []fieldError
 	for i, w := range ws {
 		holder, again := first[w.sub.Key]
 		switch {
@@ -103,36 +108,56 @@ func distinct(ws []*waiter) (rows, holders []*waiter, err error) {
 			first[w.sub.Key] = w
 			rows = append(rows, w)
 		case holder.sub.Hash != w.sub.Hash:
-			reused = append(reused, i)
+			reused = append(reused, keyReused(i, "This key is that of an earlier item, which is different"))
 		default:
 			holders[i] = holder
 		}
 	}
 	if reused != nil {
-		return nil, nil, keysReused(reused, "This key is that of an earlier item, which is different")
+		return nil, nil, keysReused(reused)
 	}
 	slices.SortStableFunc(rows, compareKeys)
 	return rows, holders, nil
 }
 
-// keysReused is errKeyReused for the items of a batch with the given indexes.
-func keysReused(items []int, msg string) error {
+// displaced returns the keys of places that none of ws has. A task that holds one is of this batch
+// in another order, or with keys in other places: there an item without a key of its own was not
+// where the batch's key would now find it again, but stored twice.
+func displaced(ws []*waiter) []string {
+	own := make(map[string]bool, len(ws))
+	for _, w := range ws {
+		own[w.sub.Key] = true
+	}
+	var keys []string
+	for _, w := range ws {
+		if k := w.sub.Displaced; k != "" && !own[k] {
+			keys = append(keys, k)
+		}
+	}
+	return keys
+}
+
+// keysReused is errKeyReused for a batch, with what is wrong with its items.
+func keysReused(errs []fieldError) error {
 	e := *errKeyReused
 	e.detail = "Idempotency keys of this batch were already used with different requests, see errors. Nothing was created."
-	for _, i := range items {
-		e.errs = append(e.errs, fieldError{"idempotency_key_reused", []any{"body", "tasks", i, "idempotency_key"}, msg})
-	}
+	e.errs = errs
 	return &e
 }
 
-// storeBundle stores rows in at most bundleRounds rounds. If a receipt in the bundle it returns
-// holds an error, nothing was stored.
-func (in *intake) storeBundle(ctx context.Context, rows []*waiter) (b bundle, err error) {
+// keyReused says what is wrong with the key of item i of a batch.
+func keyReused(i int, msg string) fieldError {
+	return fieldError{"idempotency_key_reused", []any{"body", "tasks", i, "idempotency_key"}, msg}
+}
+
+// storeBundle stores rows in at most bundleRounds rounds. If the bundle it returns is refused,
+// nothing was stored.
+func (in *intake) storeBundle(ctx context.Context, rows []*waiter, displaced []string) (b bundle, err error) {
 	end, _ := ctx.Deadline()
 	work, cancel := context.WithDeadline(ctx, end.Add(-commitLimit))
 	defer cancel()
 	for range bundleRounds {
-		if b, err = in.tryBundle(work, rows); err == nil {
+		if b, err = in.tryBundle(work, rows, displaced); err == nil {
 			return b, nil
 		}
 		if broken(err) {
@@ -154,7 +179,7 @@ func (in *intake) storeBundle(ctx context.Context, rows []*waiter) (b bundle, er
 
 // tryBundle runs T1 for rows in one transaction. As long as COMMIT was not sent, whatever
 // ends the connection, and be it the end of work, undoes it; COMMIT is given time beyond that.
-func (in *intake) tryBundle(work context.Context, rows []*waiter) (bundle, error) {
+func (in *intake) tryBundle(work context.Context, rows []*waiter, displaced []string) (bundle, error) {
 	tx, err := in.pools.api.Begin(work)
 	if err != nil {
 		return bundle{}, err
@@ -166,7 +191,10 @@ func (in *intake) tryBundle(work context.Context, rows []*waiter) (bundle, error
 		return bundle{}, err
 	}
 	b, err := newBundle(work, q, rows, stored)
-	if err != nil || len(stored) == 0 || b.refused() {
+	if err != nil || len(stored) == 0 {
+		return b, err
+	}
+	if err := b.findMoved(work, q, displaced); err != nil || b.refused() {
 		return b, err
 	}
 	end, _ := work.Deadline()
@@ -235,8 +263,25 @@ func newBundle(ctx context.Context, q *db.Queries, rows []*waiter, stored []db.I
 	return b, nil
 }
 
+// findMoved asks which of the displaced keys tasks hold. It comes after the INSERT, which has
+// waited for a concurrent batch with the same keys.
+func (b *bundle) findMoved(ctx context.Context, q *db.Queries, displaced []string) error {
+	if len(displaced) == 0 {
+		return nil
+	}
+	rows, err := q.TasksByKey(ctx, displaced)
+	b.moved = make(map[string]bool, len(rows))
+	for _, r := range rows {
+		b.moved[*r.IdempotencyKey] = true
+	}
+	return err
+}
+
 // refused reports whether one of the keys is that of a different request.
 func (b *bundle) refused() bool {
+	if len(b.moved) > 0 {
+		return true
+	}
 	for _, o := range b.receipts {
 		if o.err != nil {
 			return true

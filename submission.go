@@ -17,6 +17,7 @@ type submission struct {
 	Name       string
 	Payload    string // JSON object as received; "{}" if it was absent or null
 	Key        string // idempotency key; "" if there is none
+	Displaced  string // of an item with a key of its own: what it would have from its batch; "" if nothing else
 	Queue      string // "" if none was named
 	MaxRetries *int32
 	TimeoutMS  *int64

@@ -204,8 +204,13 @@ func (s *server) checkBatch(b *batchReader, header keyHeader) ([]submission, err
 		return nil, errs
 	}
 	for i := range subs {
-		if subs[i].Key == "" && header.key != "" {
-			subs[i].Key = header.key + "[" + strconv.Itoa(i) + "]"
+		if header.key != "" {
+			key := header.key + "[" + strconv.Itoa(i) + "]"
+			if subs[i].Key == "" {
+				subs[i].Key = key
+			} else if subs[i].Key != key {
+				subs[i].Displaced = key
+			}
 		}
 		if err := b.items[i].seal(&subs[i], header.present); err != nil {
 			errs = append(errs, fieldError{"value_error", b.items[i].loc("idempotency_key"), err.Error()})

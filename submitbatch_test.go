@@ -146,6 +146,18 @@ func TestBatchTruthTable(t *testing.T) {
 			{[]string{"$"}, []string{"y", "z"}, 422, reused + "body tasks 0 idempotency_key, body tasks 1 idempotency_key"},
 			{[]string{"$"}, []string{"x", "y", "z", "more"}, 202, "abcD"},
 		}, 4},
+		{"header and keys inside, re-ordered", []request{
+			{[]string{"$"}, []string{"x", "x 1$", "y"}, 202, "ABC"},
+			{[]string{"$"}, []string{"x 1$", "x", "y"}, 422, reused + "body tasks 0 idempotency_key"},
+			{[]string{"$"}, []string{"x", "y", "x 1$", "more"}, 422, reused + "body tasks 2 idempotency_key"},
+			{[]string{"$"}, []string{"x 2$", "x 1$", "y"}, 422, reused + "body tasks 0 idempotency_key"},
+			{[]string{"$"}, []string{"x", "x 1$", "y", "more"}, 202, "abcD"},
+		}, 4},
+		{"header meets its own key inside", []request{
+			{[]string{"$"}, []string{"x $[0]", "x $[2]", "y"}, 422, reused + "body tasks 2 idempotency_key"},
+			{[]string{"$"}, []string{"x $[0]", "y $[2]", "y"}, 202, "ABb"},
+			{[]string{"$"}, []string{"x", "y 1$", "y"}, 202, "aCb"},
+		}, 3},
 		{"header meets a key inside", []request{{[]string{"$"}, []string{"x $[1]", "y"}, 422, reused + "body tasks 1 idempotency_key"}}, 0},
 		{"header of 240", []request{{[]string{long}, []string{"x"}, 202, "A"}, {[]string{long}, []string{"x"}, 200, "a"}}, 1},
 		{"header of 241", []request{{[]string{"+" + long}, []string{"x 1$"}, 400, invalid}}, 0},
