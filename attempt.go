@@ -103,9 +103,6 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 	if before != nil { // the lease of an earlier attempt was lost, and its handler does not know yet
 		before.cancel(errLeaseLost)
 	}
-	if w.log.Enabled(a.ctx, slog.LevelDebug) {
-		w.log.Debug("task started", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
-	}
 	w.metrics.busy.Inc()
 	w.handling.Go(func() {
 		defer stop()
@@ -126,6 +123,9 @@ func (a *attempt) run() {
 	// The answer to the claim may have come so late, or the process may have been stopped
 	// so long, that somebody else has run the task since: then the handler must not begin.
 	if !a.trustEnded() {
+		if a.w.log.Enabled(a.ctx, slog.LevelDebug) {
+			a.w.log.Debug("task started", "task_id", a.task.ID, "name", a.task.Name, "attempt", a.task.Attempt)
+		}
 		result, err = a.call()
 	}
 	returned()
