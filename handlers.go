@@ -78,8 +78,8 @@ type handlerTable struct {
 // loadHandlers reads cfg.HandlersFile, or returns the demonstration set when there is
 // none. The error lists every problem of the file at once, one to a line. A
 // process that runs no commands leaves checkExecutables out, because its
-// machine need not have them. log gets a line when the demonstration set is used,
-// and one for each entry whose queue this worker does not read.
+// machine need not have them. log gets a line that says which
+// it is, and one for each entry whose queue this worker does not read.
 func loadHandlers(cfg config, checkExecutables bool, log *slog.Logger) (*handlerTable, error) {
 	t := newHandlerTable(cfg)
 	if cfg.HandlersFile == "" {
@@ -91,6 +91,7 @@ func loadHandlers(cfg config, checkExecutables bool, log *slog.Logger) (*handler
 	if err := t.readFile(cfg, checkExecutables); err != nil {
 		return nil, err
 	}
+	log.Info("handlers file read", "path", cfg.HandlersFile, "handlers", len(t.byName))
 	if cfg.Worker {
 		t.warnUnreadQueues(cfg, log)
 	}

@@ -117,8 +117,8 @@ func TestLoadHandlers(t *testing.T) {
 	if got, want := table.queues(), []string{"high", "low"}; !slices.Equal(got, want) {
 		t.Errorf("queues() = %q, want %q", got, want)
 	}
-	if n := strings.Count(log.String(), "\n"); n != 1 || !strings.Contains(log.String(), `"level":"WARN"`) || !strings.Contains(log.String(), `"queue":"low"`) {
-		t.Errorf("want one warning, about queue low:\n%s", &log)
+	if lines := log.String(); strings.Count(lines, "\n") != 2 || !strings.Contains(lines, `"handlers":3`) || strings.Count(lines, `"level":"WARN"`) != 1 || !strings.Contains(lines, `"queue":"low"`) {
+		t.Errorf("want the number of handlers and one warning, about queue low:\n%s", &log)
 	}
 
 	table.handle("full", noop)

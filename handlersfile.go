@@ -35,7 +35,7 @@ type fileReader struct {
 func (t *handlerTable) readFile(cfg config, checkExecutables bool) error {
 	data, err := os.ReadFile(cfg.HandlersFile)
 	if err != nil {
-		return fmt.Errorf("read handlers file: %w", err) // the os error names the path
+		return fmt.Errorf("HANDLERS_FILE: %w", err) // the os error names the path
 	}
 	p, err := newPusher(cfg)
 	if err != nil {

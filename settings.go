@@ -54,7 +54,7 @@ const day = 24 * time.Hour
 // and units; every other length of time is a Go duration.
 func (c *config) settings() []setting {
 	return []setting{
-		{name: "HTTP_ADDR", def: "127.0.0.1:8000", set: address(&c.HTTPAddr), meaning: "listen address; one that others can reach needs `API_KEYS` or `ALLOW_ANONYMOUS=true`; the image sets `:8000`"},
+		{name: "HTTP_ADDR", def: "127.0.0.1:8000", set: address(&c.HTTPAddr), meaning: "listen address; a gateway that others can reach needs `API_KEYS` or `ALLOW_ANONYMOUS=true`; the image sets `:8000`"},
 		{name: "ROLES", def: "gateway,worker", set: c.setRoles, meaning: "what this process does: `gateway`, `worker` or both"},
 		{name: "DATABASE_URL", words: "embedded", secret: true, set: postgres(&c.DatabaseURL), meaning: "PostgreSQL as a `postgres://` URL or DSN; when empty but `PGHOST` is set, the PG* variables count"},
 		{name: "MIGRATE_ON_START", def: "true", set: toggle(&c.MigrateOnStart), meaning: "bring the schema up to date at start, one process at a time"},

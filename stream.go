@@ -130,7 +130,7 @@ func (s *stream) note(err error) {
 	switch {
 	case err != nil && s.up():
 		s.down.Store(time.Now().UnixNano())
-		s.log.Warn("redis away; tasks are accepted and wait in postgres", "err", err)
+		s.log.Warn("redis away; workers take due tasks from postgres until it is back", "err", err)
 	case err == nil && !s.up():
 		s.log.Info("redis back", "down_ms", s.downFor().Milliseconds())
 		s.down.Store(0)
