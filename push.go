@@ -40,6 +40,7 @@ func newPusher(cfg config) (*pusher, error) {
 	transport.DialContext = (&net.Dialer{Timeout: pushConnectTimeout}).DialContext
 	transport.TLSHandshakeTimeout = pushConnectTimeout
 	transport.MaxIdleConns = 0
+	transport.IdleConnTimeout = idleTimeout
 	transport.MaxIdleConnsPerHost = max(cfg.WorkerConcurrency, 2)
 	transport.MaxResponseHeaderBytes = 64 << 10
 	p := &pusher{
@@ -96,9 +97,15 @@ func (p *pusher) endpoint(u *url.URL) handlerFunc {
 	}
 }
 
+// idleTimeout is shorter than the keep-alive of any common server: a call must not meet a connection
+// that the peer is just closing.
+const idleTimeout = time.Second
+
 // request builds the call. Idempotency-Key stays the same over all attempts of a task,
-// so that the receiver can leave out one that it has already done; net/http takes it as
-// leave to send again, itself, what an idle connection swallowed.
+// so that the receiver can leave out one that it has already done. net/http would take that name
+// as leave to send again what a peer may have read and died of, on one kept connection after the
+// other, within one attempt. Written small, which for HTTP is the same name, it is not; what
+// never left is sent again all the same.
 func (p *pusher) request(ctx context.Context, u *url.URL, t task) (*http.Request, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, u.String(), bytes.NewReader(t.Payload))
 	if err != nil {
@@ -108,7 +115,7 @@ func (p *pusher) request(ctx context.Context, u *url.URL, t task) (*http.Request
 	h := req.Header
 	h.Set("Content-Type", "application/json")
 	h.Set("User-Agent", p.agent)
-	h.Set("Idempotency-Key", id)
+	h["idempotency-key"] = []string{id}
 	h.Set("X-Task-Id", id)
 	h.Set("X-Task-Name", t.Name)
 	h.Set("X-Task-Attempt", strconv.Itoa(int(t.Attempt)))

@@ -282,6 +282,40 @@ func TestPushConnectionErrors(t *testing.T) {
 	}
 }
 
+// TestPushCallsOnce has a peer that dies of a request it has read, on connections that were kept:
+// one attempt is one call. It is not sent again on the next kept connection.
+func TestPushCallsOnce(t *testing.T) {
+	t.Parallel()
+	var arrivals sync.WaitGroup
+	var deadly atomic.Int32
+	s := answering(t, func(w http.ResponseWriter, r *http.Request) {
+		if body, _ := io.ReadAll(r.Body); string(body) == `{"die":true}` {
+			deadly.Add(1)
+			panic(http.ErrAbortHandler)
+		}
+		arrivals.Done()
+		arrivals.Wait()
+	})
+	run := endpointOf(t, s.URL)
+	const callers = 8
+	arrivals.Add(callers)
+	var calls sync.WaitGroup
+	for range callers {
+		calls.Go(func() {
+			if _, err := run(t.Context(), handlerTask(`{}`)); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	calls.Wait()
+	if _, err := run(t.Context(), handlerTask(`{"die":true}`)); err == nil {
+		t.Error("the peer hung up, and the call succeeded")
+	}
+	if n := deadly.Load(); n != 1 {
+		t.Errorf("one attempt made %d calls", n)
+	}
+}
+
 // TestPushConnectTimeout calls a server whose queue of connections is full, so that the
 // kernel leaves the call unanswered.
 func TestPushConnectTimeout(t *testing.T) {
