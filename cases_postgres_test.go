@@ -210,6 +210,12 @@ func TestCase127PostgresReadOnly(t *testing.T) {
 		}
 		return s.code == http.StatusServiceUnavailable && code == http.StatusOK
 	})
+	if code, body := a.get("/readyz"); code != http.StatusServiceUnavailable || !strings.Contains(body, `"postgres":"down"`) {
+		t.Errorf("readiness = %d %s, want 503", code, body)
+	}
+	if n := a.log.count("postgres back") + a.log.count("postgres is back"); n > 0 {
+		t.Errorf("the log says %d times that a read-only PostgreSQL is back", n)
+	}
 	b.pg.exec(t, "ALTER DATABASE fault RESET default_transaction_read_only; "+terminate)
 	a.calm()
 	b.within(60*time.Second, "completed", b.allAre(ids, statusCompleted), b.openTasks)

@@ -135,7 +135,7 @@ func (f *feed) run(ctx context.Context) {
 		}
 		pause := pollInterval
 		err := f.look(ctx)
-		noteRead(f.note, f.pool, err)
+		notePoll(f.note, f.pool, err)
 		if err != nil {
 			pause = reconnect.delay(failures)
 			failures++

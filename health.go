@@ -2,9 +2,15 @@ package main
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net/http"
 	"sync"
 	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"nexusflow/db"
 )
 
 const (
@@ -45,15 +51,39 @@ func (s *server) readyz(w http.ResponseWriter, r *http.Request) {
 	writeBody(w, code, "application/json", b)
 }
 
-// checkRecord reports whether PostgreSQL answers and holds our schema.
+// checkRecord reports whether PostgreSQL answers, holds our schema and takes writes.
 func (s *server) checkRecord(ctx context.Context) error {
-	err := checkSchema(ctx, s.pools.api)
-	if broken(err) && ctx.Err() == nil {
+	err := checkWritable(ctx, s.pools.api)
+	if (broken(err) || errors.Is(err, errReadOnly)) && ctx.Err() == nil {
+		// All idle connections are from before the restart or the failover.
 		s.pools.api.Reset()
-		err = checkSchema(ctx, s.pools.api)
+		err = checkWritable(ctx, s.pools.api)
 	}
 	s.intake.note(err)
 	return err
+}
+
+// checkWritable is checkSchema, and errReadOnly where rows cannot be changed.
+func checkWritable(ctx context.Context, pool *pgxpool.Pool) error {
+	frozen, err := db.New(pool).ReadOnly(ctx)
+	switch {
+	case err != nil:
+		return fmt.Errorf("check for read-only: %w", err)
+	case frozen:
+		return errReadOnly
+	}
+	return checkSchema(ctx, pool)
+}
+
+// noteRead is intake.note for reads. One that succeeds says nothing about writes: while PostgreSQL
+// is taken to be away it only gives cause to ask.
+func (s *server) noteRead(err error) {
+	switch {
+	case err != nil:
+		s.intake.note(err)
+	case s.intake.away.Load():
+		s.ready.check(context.Background(), s.checkRecord)
+	}
 }
 
 // readiness remembers the last check, so that any number of probes costs one a second

@@ -188,10 +188,21 @@ func TestReadOnly(t *testing.T) {
 	if a := g.do(t, "GET", "/tasks/"+id, ""); a.status != 200 {
 		t.Errorf("GET from a read-only database = %d %s, want 200", a.status, a.body)
 	}
+	for range 3 { // after a read that worked
+		time.Sleep(probeAge)
+		if a := g.do(t, "GET", "/readyz", ""); a.status != 503 || !strings.Contains(string(a.body), `"postgres":"down"`) {
+			t.Errorf("ready with a read-only database: %d %s", a.status, a.body)
+		}
+		if a := g.do(t, "GET", "/tasks/"+id, ""); a.status != 200 || !g.server.intake.away.Load() {
+			t.Errorf("GET = %d %s; away %v, want 200 and still away", a.status, a.body, g.server.intake.away.Load())
+		}
+	}
 	writable := &gateway{dsn: g.dsn + "&default_transaction_read_only=off"}
 	writable.exec(t, "DO $$ BEGIN EXECUTE 'ALTER DATABASE ' || current_database() || ' RESET default_transaction_read_only'; END $$")
 	g.number(t, terminate)
+	eventually(t, "a read finds that writes work", func() bool { return g.do(t, "GET", "/tasks/"+id, "").status == 200 && !g.server.intake.away.Load() })
 	eventually(t, "POST is accepted again", func() bool { return g.post(t, `{"name":"a"}`, "Idempotency-Key", "k").status == 202 })
+	eventually(t, "ready again", func() bool { return g.do(t, "GET", "/readyz", "").status == 200 })
 }
 
 // Field case 51: somebody holds the whole table.

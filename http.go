@@ -92,8 +92,8 @@ func newServer(log *slog.Logger, cfg config, p *pools, handlers *handlerTable, h
 		operating:   make(chan struct{}, 1),
 		listing:     make(chan struct{}, max(1, p.api.Config().MaxConns/2)),
 	}
-	s.lobby = newLobby(p.api, s.intake.note)
-	s.feed = newFeed(p.api, s.intake.note)
+	s.lobby = newLobby(p.api, s.noteRead)
+	s.feed = newFeed(p.api, s.noteRead)
 	s.census = newCensus(log, p, h, s.knownQueues(), s.checkRecord)
 	m.registry.MustRegister(censusMetrics{s.census})
 	if cfg.Gateway { // a worker alone answers probes and scrapes only, and so needs no API keys
@@ -247,7 +247,7 @@ func read[T any](ctx context.Context, s *server, ask func(context.Context, *db.Q
 		t, err = ask(ctx, q)
 	}
 	if !timedOut(err) && !errors.Is(err, pgx.ErrNoRows) {
-		s.intake.note(err)
+		s.noteRead(err)
 	}
 	return t, err
 }

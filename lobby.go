@@ -201,7 +201,7 @@ func (l *lobby) poll(ctx context.Context, ids []uuid.UUID) error {
 	ctx, cancel := context.WithTimeout(ctx, readLimit)
 	defer cancel()
 	rows, err := db.New(l.pool).TaskStates(ctx, ids)
-	noteRead(l.note, l.pool, err)
+	notePoll(l.note, l.pool, err)
 	if err != nil {
 		return err
 	}
@@ -226,9 +226,9 @@ func (l *lobby) poll(ctx context.Context, ids []uuid.UUID) error {
 	return nil
 }
 
-// noteRead reports the outcome of a read to note, except for a time limit, which may be a
+// notePoll reports the outcome of a poll to note, except for a time limit, which may be a
 // lock's doing, and drops connections that are from before whatever broke this one.
-func noteRead(note func(error), pool *pgxpool.Pool, err error) {
+func notePoll(note func(error), pool *pgxpool.Pool, err error) {
 	if broken(err) {
 		pool.Reset()
 	}

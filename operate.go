@@ -92,7 +92,7 @@ func (s *server) change(r *http.Request, statement func(*db.Queries, context.Con
 		done = lost && err == nil && !terminal(t.Status)
 	}
 	if !timedOut(err) {
-		s.intake.note(err)
+		s.noteRead(err) // it may have been one
 	}
 	return t, done, err
 }

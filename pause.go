@@ -45,11 +45,11 @@ func (g *gate) ask(ctx context.Context) {
 	limited, cancel := context.WithTimeout(ctx, storeLimit)
 	defer cancel()
 	paused, err := g.queries.PausedQueues(limited)
-	if ctx.Err() == nil {
-		g.access.note(err)
-	}
 	if err != nil {
-		return
+		if ctx.Err() == nil {
+			g.access.note(err)
+		}
+		return // and a success is not noted: that reads work says nothing about writes
 	}
 	var before []string
 	if p := g.stream.paused.Swap(&paused); p != nil {

@@ -222,6 +222,7 @@ func allQueries(ctx context.Context, conn db.DBTX) error {
 			got, err := q.CancelTasks(ctx, db.CancelTasksParams{TaskIDs: ids, Statuses: []string{statusProcessing}})
 			return expect("CancelTasks", 1+len(got), err)
 		},
+		func() error { _, err := q.ReadOnly(ctx); return err },
 		func() error { _, err := q.HasKeyIndex(ctx); return err },
 		func() error { _, err := q.MissingGrants(ctx); return err },
 		func() error { _, err := q.TryLock(ctx, 1); return err },

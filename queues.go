@@ -23,7 +23,7 @@ func (s *server) listQueues(w http.ResponseWriter, r *http.Request) {
 	defer done()
 	paused, err := db.New(s.pools.api).PausedQueues(ask)
 	if !timedOut(err) {
-		s.intake.note(err)
+		s.noteRead(err)
 	}
 	if err != nil {
 		s.fail(w, r, err)

@@ -16,6 +16,9 @@ const (
 	tookTooLong = "57014" // statement_timeout, unless a person cancelled the statement
 )
 
+// errReadOnly is what PostgreSQL says of a write to a read-only database.
+var errReadOnly = &pgconn.PgError{Severity: "ERROR", Code: readOnly, Message: "the database is read-only"}
+
 // sqlState returns the SQLSTATE of an error that PostgreSQL reported, else "".
 func sqlState(err error) string {
 	if e, ok := errors.AsType[*pgconn.PgError](err); ok {

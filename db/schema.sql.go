@@ -56,6 +56,18 @@ func (q *Queries) MissingGrants(ctx context.Context) ([]string, error) {
 	return items, nil
 }
 
+const readOnly = `-- name: ReadOnly :one
+SELECT (current_setting('transaction_read_only') = 'on')::bool AS read_only
+`
+
+// ReadOnly tells whether statements may change nothing: on a standby, and where an operator said so.
+func (q *Queries) ReadOnly(ctx context.Context) (bool, error) {
+	row := q.db.QueryRow(ctx, readOnly)
+	var read_only bool
+	err := row.Scan(&read_only)
+	return read_only, err
+}
+
 const tryLock = `-- name: TryLock :one
 SELECT pg_try_advisory_lock($1::bigint) AS locked
 `

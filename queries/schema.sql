@@ -6,6 +6,10 @@ SELECT pg_try_advisory_lock(@id::bigint) AS locked;
 -- Unlock gives the lock back; false means that the connection did not hold it.
 SELECT pg_advisory_unlock(@id::bigint) AS unlocked;
 
+-- name: ReadOnly :one
+-- ReadOnly tells whether statements may change nothing: on a standby, and where an operator said so.
+SELECT (current_setting('transaction_read_only') = 'on')::bool AS read_only;
+
 -- name: HasKeyIndex :one
 -- HasKeyIndex tells whether the task table is there with a usable unique index on its idempotency keys.
 SELECT EXISTS (
