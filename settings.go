@@ -69,7 +69,7 @@ func (c *config) settings() []setting {
 		{name: "CONSUMER_GROUP", def: "workers", set: word(&c.ConsumerGroup), meaning: "consumer group in each stream"},
 		{name: "CONSUMER_NAME", words: "host-pid-random", set: word(&c.ConsumerName), meaning: "this process in the group and in `locked_by`; best left alone"},
 		{name: "QUEUES", def: "default:1", set: queues(&c.Queues), meaning: "queues this process reads and their weights, such as `critical:6,default:3,low:1`"},
-		{name: "WORKER_CONCURRENCY", def: "16", set: number(&c.WorkerConcurrency, 1, 10_000), meaning: "tasks this process runs at once"},
+		{name: "WORKER_CONCURRENCY", def: "16", set: number(&c.WorkerConcurrency, 1, 10_000), meaning: "tasks this process runs at once; for Go functions of a millisecond or less 500 to 1,000, as batches are no larger than what is free"},
 		{name: "BLOCK_MS", def: "2000", set: count(&c.Block, time.Millisecond, 1, 60_000), meaning: "longest blocking read from Redis in ms; bounds how fast an idle process stops"},
 		{name: "REQUEUE_BASE_DELAY_MS", def: "1000", set: count(&c.Backoff.base, time.Millisecond, 1, 86_400_000), meaning: "back-off before the first and second retry in ms; then it doubles"},
 		{name: "REQUEUE_MAX_DELAY_MS", def: "30000", set: count(&c.Backoff.max, time.Millisecond, 1, 86_400_000), meaning: "longest back-off in ms"},

@@ -176,8 +176,8 @@ func (b *bench) head(ctx context.Context, w *strings.Builder, took time.Duration
 	fmt.Fprintf(w, "# Benchmark results\n\n%s, commit %s; %s; rounds: %d; took %s.\n", time.Now().UTC().Format("2006-01-02 15:04 UTC"), commit(ctx), mode, b.opts.rounds, took.Round(time.Second))
 	fmt.Fprintf(w, "%d CPUs (%s), shared by load, service, PostgreSQL and Redis; PostgreSQL %s with fsync and synchronous_commit on, Redis %s without persistence, %s; asynq %s, River %s.\n",
 		runtime.NumCPU(), processor(), b.postgres.version, b.redis.version, runtime.Version(), module("github.com/hibiken/asynq"), module("github.com/riverqueue/river"))
-	fmt.Fprintf(w, "Load: the client in load.go, the same for all; no-op handlers, payload of about 100 bytes; NexusFlow with WORKER_CONCURRENCY=%d, asynq with %d workers looking every %v, River with %d workers (drain: %d), FetchCooldown %v and FetchPollInterval %v.\n",
-		nexusflowWorkers, asynqWorkers, asynqCheck, riverWorkers, riverDrainWorkers, riverFetchCooldown, riverFetchPoll)
+	fmt.Fprintf(w, "Load: the client in load.go, the same for all; no-op handlers, payload of about 100 bytes; NexusFlow with WORKER_CONCURRENCY=%d (drain: %d), asynq with %d workers looking every %v, River with %d workers (drain: %d), FetchCooldown %v and FetchPollInterval %v.\n",
+		nexusflowWorkers, nexusflowDrainWorkers, asynqWorkers, asynqCheck, riverWorkers, riverDrainWorkers, riverFetchCooldown, riverFetchPoll)
 	fmt.Fprintf(w, "%d of %d samples were disturbed: processes outside the run used more than %.1f cores in all %d tries.\n\n", disturbed, all, b.opts.maxOther, b.opts.tries)
 }
 

@@ -22,8 +22,12 @@ type subject struct {
 	waiting, since string
 }
 
-// nexusflowWorkers follows the README: hundreds of slots for short functions in the process.
-const nexusflowWorkers = 512
+// nexusflowWorkers follows the README's advice for short functions; for a drain twice as many let a
+// batch be claimed while the one before runs.
+const (
+	nexusflowWorkers      = 512
+	nexusflowDrainWorkers = 1024
+)
 
 func nexusflowSubject() subject {
 	return subject{

@@ -136,7 +136,10 @@ func (w *memoryWatch) stop() []float64 {
 // documented configuration, peers without a gateway and with handlers that keep no result.
 func (b *bench) drain(ctx context.Context) error {
 	for _, s := range rotated([]subject{nexusflowSubject(), asynqSubject(), riverSubject()}, b.round) {
-		if s.name == "river" {
+		switch s.name {
+		case "nexusflow":
+			s.workers = nexusflowDrainWorkers
+		case "river":
 			s.workers = riverDrainWorkers
 		}
 		if err := b.measure(ctx, drained, s.name, func(ctx context.Context) (sample, error) { return b.drainOf(ctx, s) }); err != nil {
