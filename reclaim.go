@@ -37,7 +37,8 @@ type access struct {
 	since time.Time // begin of the unbroken access
 	last  time.Time // last good answer
 
-	refused string // the last refusal that was logged
+	refused string    // the last refusal that was logged
+	crowded time.Time // when it was told last that a statement lost out to others
 }
 
 func newAccess(log *slog.Logger, heartbeat time.Duration) *access {
@@ -55,6 +56,10 @@ func (a *access) note(err error) {
 	switch {
 	case crowdedOut(err):
 		a.since = now
+		if now.Sub(a.crowded) > awayLogEvery {
+			a.crowded = now
+			a.log.Warn("a statement gave way to another transaction and is repeated; should that go on, pg_blocking_pids names who holds the lock", "err", err)
+		}
 		return
 	case err != nil && !storeAway(err) && !errors.Is(err, context.Canceled):
 		if text := err.Error(); text != a.refused {

@@ -15,6 +15,7 @@ import (
 	"nexusflow/db"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/redis/go-redis/v9"
 )
@@ -77,6 +78,13 @@ func TestAccessLog(t *testing.T) {
 		}
 		if n := strings.Count(log.String(), "postgres away"); n != 2 {
 			t.Errorf("told %d times that PostgreSQL is away, want 2:\n%s", n, &log)
+		}
+		for range 20 {
+			time.Sleep(time.Second)
+			a.note(&pgconn.PgError{Code: lockTimedOut})
+		}
+		if n := strings.Count(log.String(), "gave way"); n != 2 {
+			t.Errorf("told %d times of a lock, want 2:\n%s", n, &log)
 		}
 	})
 }
