@@ -17,8 +17,8 @@ import (
 )
 
 const (
-	// abandonAfter is how long a handler may go on after its context ended before its
-	// outcome is recorded without it. A command needs five seconds of it.
+	// abandonAfter is how long a handler may go on, from when watch sees that its context has ended,
+	// before its outcome is recorded without it. A command needs five seconds of it.
 	abandonAfter = 10 * time.Second
 	stackLines   = 20
 )
@@ -34,6 +34,7 @@ type attempt struct {
 	end     context.CancelCauseFunc
 	settled atomic.Bool  // its outcome is decided, by whoever came first
 	trusted atomic.Int64 // when local trust in the lease ends: time since began
+	ended   time.Time    // when watch, whose own this is, saw that ctx had ended
 }
 
 // trustMargin is kept between the end of local trust and the end of the lease.
@@ -115,9 +116,6 @@ func (w *worker) start(r db.ClaimTasksRow, m message, asked time.Time) {
 // The slot is free when the handler has returned, whatever became of the task.
 func (a *attempt) run() {
 	defer a.w.release(1)
-	returned := context.AfterFunc(a.ctx, func() {
-		time.AfterFunc(abandonAfter, func() { a.abandon() })
-	})
 	var result any
 	err := error(errTrustEnded)
 	// The answer to the claim may have come so late, or the process may have been stopped
@@ -128,10 +126,21 @@ func (a *attempt) run() {
 		}
 		result, err = a.call()
 	}
-	returned()
 	if a.settled.CompareAndSwap(false, true) {
 		a.settle(a.outcome(result, err))
 	}
+}
+
+// deaf reports whether the handler has not returned for abandonAfter since its context ended.
+// It is for watch alone: a timer for each attempt would cost a tenth of what a short task costs.
+func (a *attempt) deaf() bool {
+	if a.ctx.Err() == nil || a.settled.Load() {
+		return false
+	}
+	if a.ended.IsZero() {
+		a.ended = time.Now()
+	}
+	return time.Since(a.ended) >= abandonAfter
 }
 
 // abandon settles an attempt whose handler does not return though its context has

@@ -91,7 +91,7 @@ func (w *worker) renew(ctx context.Context, held []*attempt) error {
 
 // watch looks after held tasks between heartbeats until ctx ends: it stops the
 // handlers of those whose lease could not be renewed in time, and of those that somebody
-// asked to cancel.
+// asked to cancel, and gives up on those that do not stop.
 func (w *worker) watch(ctx context.Context) error {
 	trust := time.NewTicker(w.cfg.Lease / 20)
 	defer trust.Stop()
@@ -108,6 +108,11 @@ func (w *worker) watch(ctx context.Context) error {
 				}
 			}
 		case <-requests.C:
+			for _, a := range w.holding() {
+				if a.deaf() {
+					go a.abandon() // which waits while outcomes cannot be stored
+				}
+			}
 			w.cancelRequested(ctx)
 		}
 	}
