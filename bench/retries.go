@@ -14,9 +14,10 @@ const (
 	duringMoves = "submit while retries are moved"
 )
 
-// dueRows are tasks that failed once and are due again, in a queue that nobody reads here.
+// dueRows are tasks that were posted, failed once and are due again, in a queue that nobody reads here.
+// As with all that were posted their keys begin with the time.
 const dueRows = `INSERT INTO tasks (task_id, name, queue, payload, retry_count, attempt, error_message, created_at, updated_at, run_at)
-SELECT gen_random_uuid(), '` + taskName + `', 'parked', jsonb_build_object('seq', n, 'file', 'uploads/clip-' || n || '.mp4', 'codec', 'h264', 'user', 'u-4711', 'w', 1280, 'h', 720),
+SELECT (lpad(to_hex((extract(epoch FROM now()) * 1000)::bigint - 60000 + n / 100), 12, '0') || '7' || substr(md5(n::text), 1, 3) || 'a' || substr(md5(n::text), 4, 15))::uuid, '` + taskName + `', 'parked', jsonb_build_object('seq', n, 'file', 'uploads/clip-' || n || '.mp4', 'codec', 'h264', 'user', 'u-4711', 'w', 1280, 'h', 720),
 	1, 1, 'worker lost during attempt 1', now() - interval '1 minute', now() - interval '30 seconds', now() - interval '1 second' + n * interval '1 microsecond'
 FROM generate_series(1, $1::int) n`
 
